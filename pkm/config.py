@@ -1,0 +1,341 @@
+"""The schema of a run: every setting, its unit and its default. `configs/base.yaml` shows the same as YAML.
+
+A `Config` is frozen. What one setting alone can get wrong is checked by its type; what settings get wrong together
+is the list `IMPOSSIBLE` at the end of this page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Betas = tuple[Probability, Probability]
+Schedule = Literal["inverse_sqrt", "cosine", "linear", "constant"]
+
+
+class Part(BaseModel):
+    """A section of the file: frozen, and closed to keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
+
+
+class CorpusConfig(Part):
+    path: Path
+    """Prepared corpus: the directory that scripts/prepare.py wrote."""
+    context: Positive = 256
+    """Tokens of a window: what the model sees at once."""
+
+
+class ModelConfig(Part):
+    layers: Positive = 12
+    """Transformer blocks, L."""
+    dim: Positive = 1024
+    """Width of the residual stream, d."""
+    heads: Positive = 16
+    """Attention heads; must divide dim."""
+    ffn: Positive | None = None
+    """Hidden width of the feed-forward network; 4 * dim if not given."""
+    positions: Literal["learned"] = "learned"
+    """Position embeddings."""
+    norm: Literal["post", "pre"] = "post"
+    """LayerNorm after each residual sum, as in the paper's code, or before each sublayer."""
+    activation: Literal["gelu", "relu"] = "gelu"
+    """Of the feed-forward network."""
+    dropout: Probability = 0.0
+    """After embeddings, attention and feed-forward network, and on the attention weights."""
+
+
+class QueryConfig(Part):
+    dim: Positive = 512
+    """Query size d_q of one head (product keys compare its two halves)."""
+    hidden: tuple[Positive, ...] = ()
+    """Hidden widths of the query network; none = a linear map."""
+    norm: Literal["batch", "layer", "none"] = "batch"
+    """Normalisation on top of the query network."""
+
+
+class MemoryConfig(Part):
+    layers: tuple[Positive, ...] | None = None
+    """Blocks that hold a memory, counted from 1."""
+    count: Positive | None = None
+    """Instead of layers: that many memories at regular intervals."""
+    keys: Literal["product", "flat"] = "product"
+    """Key set: pairs of sub-keys, or one vector a slot."""
+    sub_keys: Positive | None = None
+    """Product keys: sub-keys a side, C; the memory has C * C slots."""
+    slots: Positive | None = None
+    """Flat keys: slots, K."""
+    heads: Positive = 4
+    """Memory heads H, each with its own query network and keys; values are shared."""
+    knn: Positive = 32
+    """Slots that a head reads, k."""
+    query: QueryConfig = QueryConfig()
+    place: Literal["replace", "beside", "after"] = "replace"
+    """In place of the block's feed-forward network, added to its output, or a sublayer of its own after it."""
+    kernels: Literal["auto", "reference", "triton", "faiss"] = "auto"
+    """Who searches and reads: auto takes the fastest that the device and the shapes allow."""
+
+
+class DenseOptim(Part):
+    lr: Rate = 2.5e-4
+    """Peak learning rate of everything but the memories' values."""
+    betas: Betas = (0.9, 0.98)
+    """Adam's."""
+    eps: Rate = 1e-8
+    """Adam's."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled (AdamW), on matrices only."""
+    schedule: Schedule = "inverse_sqrt"
+    """Learning rate as a function of the step."""
+    warmup_steps: Natural = 4000
+    """Linear warm-up."""
+    clip: Rate | None = 5.0
+    """Largest gradient norm of the group; null = no clipping."""
+
+
+class ValuesOptim(Part):
+    lr: Rate = 1e-3
+    """Peak learning rate of the memories' values."""
+    betas: Betas = (0.9, 0.999)
+    """Adam's."""
+    eps: Rate = 1e-8
+    """Adam's."""
+    schedule: Schedule = "constant"
+    """Learning rate as a function of the step."""
+    warmup_steps: Natural = 0
+    """Linear warm-up."""
+    clip: Rate | None = None
+    """Largest gradient norm of the group; null = no clipping."""
+    update: Literal["auto", "dense", "sparse", "fused"] = "auto"
+    """dense: Adam over all slots. sparse: only slots that were read move, nor do the others' moments. fused: sparse, inside
+    backward. auto = sparse."""
+    dtype: Literal["fp32", "bf16", "bf16+master"] = "fp32"
+    """How values are kept: bf16 rounds stochastically; bf16+master reads bf16 and updates an fp32 copy."""
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """How Adam's moments of the values are kept."""
+
+
+class OptimConfig(Part):
+    steps: Positive
+    """Updates of a run."""
+    batch_tokens: Positive
+    """Tokens of one update, over all ranks and accumulation; a multiple of the context."""
+    micro_batch: Positive | None = None
+    """Windows of one forward pass of one rank; null = all at once. Smaller means accumulation, in less memory."""
+    dense: DenseOptim = DenseOptim()
+    values: ValuesOptim = ValuesOptim()
+    max_skipped: Positive = 20
+    """Steps skipped in a row, because loss or gradient was not finite, that stop the run."""
+
+
+class ParallelConfig(Part):
+    values: Literal["replicated", "sharded"] = "replicated"
+    """Every rank holds the values whole, or each d/R columns of every slot."""
+
+
+class CheckpointConfig(Part):
+    every_steps: Positive = 1000
+    """Steps between checkpoints; one more is written at the end and when the run is told to stop."""
+    keep: Positive = 3
+    """Newest checkpoints that stay; the best one stays besides."""
+
+
+class EvaluateConfig(Part):
+    every_steps: Positive = 1000
+    """Steps between evaluations on the validation split."""
+    documents: Positive | None = 200
+    """First documents of the validation split to evaluate on; null = all. The final report reads all of test."""
+    stride: Positive | None = None
+    """Tokens a window moves on; null = context, so that windows do not overlap."""
+    batch: Positive = 16
+    """Windows of one forward pass."""
+
+
+class LogConfig(Part):
+    every_steps: Positive = 10
+    """Steps between log lines."""
+    tensorboard: bool = True
+    """Write event files beside metrics.jsonl."""
+
+
+class Config(Part):
+    """A run, whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+=-]*(/[A-Za-z0-9][A-Za-z0-9._+=-]*)*$")]
+    """The run's directory below `runs`."""
+    runs: Path = Path("runs")
+    """Where run directories are made."""
+    seed: Natural = 1
+    """Of initialisation, data order and dropout."""
+    corpus: CorpusConfig
+    model: ModelConfig = ModelConfig()
+    memory: MemoryConfig | None = None
+    """Absent = a dense model."""
+    optim: OptimConfig
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of matrix products; auto = bf16 on GPUs that have it, else fp32."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto = cuda, mps, cpu: the first there is."""
+    threads: Positive | None = None
+    """CPU threads of a rank; null = torch's choice. Results repeat bit by bit only for the same number."""
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def directory(self) -> Path:
+        return self.runs / self.name
+
+    @property
+    def sequences(self) -> int:
+        """Windows of one update, over all ranks and accumulation."""
+        return self.optim.batch_tokens // self.corpus.context
+
+    @property
+    def ffn(self) -> int:
+        return self.model.ffn or 4 * self.model.dim
+
+    @property
+    def memory_layers(self) -> tuple[int, ...]:
+        """Blocks that hold a memory, counted from 1; empty for a dense model."""
+        if self.memory is None:
+            return ()
+        if self.memory.layers is not None:
+            return self.memory.layers
+        interval = memory_interval(self.model.layers, self.memory.count or 0)
+        return tuple(interval * (i + 1) for i in range(self.memory.count or 0))
+
+    @property
+    def slots(self) -> int:
+        """Slots of one memory, K."""
+        if self.memory is None:
+            return 0
+        return self.memory.slots if self.memory.keys == "flat" else (self.memory.sub_keys or 0) ** 2  # type: ignore[return-value]
+
+
+def memory_interval(layers: int, count: int) -> int:
+    """Blocks from one memory to the next (paper 4.3: L=16, N=2 gives 6 and 12)."""
+    return math.ceil(layers / (count + 1))
+
+
+# What may change when a run is resumed: nothing here alters the numbers of a step.
+MAY_CHANGE = ("name", "runs", "corpus.path", "device", "checkpoint", "evaluate", "log")
+# Schedules whose learning rate at a step does not depend on how many steps follow: such a run may be made longer.
+OPEN_ENDED = ("inverse_sqrt", "constant")
+
+# Combinations that cannot be: (dotted key to blame, does it apply?, what is wrong, how to fix it).
+Rule = tuple[str, Callable[[Config], bool], Callable[[Config], str], str]
+
+
+def _with_memory(check: Callable[[Config, MemoryConfig], bool]) -> Callable[[Config], bool]:
+    return lambda c: c.memory is not None and check(c, c.memory)
+
+
+IMPOSSIBLE: list[Rule] = [
+    (
+        "model.heads",
+        lambda c: c.model.dim % c.model.heads != 0,
+        lambda c: f"{c.model.heads} heads do not divide model.dim = {c.model.dim}",
+        "choose heads that divide dim",
+    ),
+    (
+        "optim.batch_tokens",
+        lambda c: c.optim.batch_tokens % c.corpus.context != 0,
+        lambda c: f"{c.optim.batch_tokens} tokens are not a whole number of windows of corpus.context = {c.corpus.context}",
+        "choose a multiple of the context",
+    ),
+    (
+        "evaluate.stride",
+        lambda c: (c.evaluate.stride or 0) > c.corpus.context,
+        lambda c: f"a stride of {c.evaluate.stride} would leave out tokens of windows of {c.corpus.context}",
+        "choose at most corpus.context",
+    ),
+    (
+        "memory.layers",
+        _with_memory(lambda c, m: (m.layers is None) == (m.count is None)),
+        lambda c: "give either memory.layers or memory.count",
+        "write for example `layers: [5]` or `count: 1`, not both",
+    ),
+    (
+        "memory.layers",
+        _with_memory(lambda c, m: m.layers is not None and (not m.layers or max(m.layers) > c.model.layers)),
+        lambda c: f"{list(c.memory_layers)} names a layer that is not there: the model has layers 1 to {c.model.layers}",
+        "name layers from 1 to model.layers",
+    ),
+    (
+        "memory.layers",
+        _with_memory(lambda c, m: m.layers is not None and list(m.layers) != sorted(set(m.layers))),
+        lambda c: f"{list(c.memory_layers)} is not in ascending order without repeats",
+        "name each layer once, in ascending order",
+    ),
+    (
+        "memory.count",
+        _with_memory(
+            lambda c, m: m.layers is None and m.count is not None and max((0, *c.memory_layers)) > c.model.layers
+        ),
+        lambda c: f"{len(c.memory_layers)} memories at regular intervals would fall on {list(c.memory_layers)}, beyond layer {c.model.layers}",
+        "name the layers yourself with memory.layers",
+    ),
+    (
+        "memory.sub_keys",
+        _with_memory(lambda c, m: m.keys == "product" and m.sub_keys is None),
+        lambda c: "product keys need their number of sub-keys a side",
+        "write for example `sub_keys: 512` for 512^2 slots",
+    ),
+    (
+        "memory.slots",
+        _with_memory(lambda c, m: m.keys == "product" and m.slots is not None),
+        lambda c: "the slots of product keys follow from memory.sub_keys",
+        "remove memory.slots",
+    ),
+    (
+        "memory.slots",
+        _with_memory(lambda c, m: m.keys == "flat" and m.slots is None),
+        lambda c: "flat keys need their number of slots",
+        "write for example `slots: 16384`",
+    ),
+    (
+        "memory.sub_keys",
+        _with_memory(lambda c, m: m.keys == "flat" and m.sub_keys is not None),
+        lambda c: "flat keys have no sub-keys",
+        "remove memory.sub_keys",
+    ),
+    (
+        "memory.knn",
+        _with_memory(lambda c, m: m.keys == "product" and m.sub_keys is not None and m.knn > m.sub_keys),
+        lambda c: f"k = {c.memory.knn} is more than the {c.memory.sub_keys} sub-keys of a side",  # type: ignore[union-attr]
+        "choose knn <= sub_keys",
+    ),
+    (
+        "memory.knn",
+        _with_memory(lambda c, m: m.keys == "flat" and m.slots is not None and m.knn > m.slots),
+        lambda c: f"k = {c.memory.knn} is more than the {c.slots} slots",  # type: ignore[union-attr]
+        "choose knn <= slots",
+    ),
+    (
+        "memory.query.dim",
+        _with_memory(lambda c, m: m.keys == "product" and m.query.dim % 2 != 0),
+        lambda c: f"a query of {c.memory.query.dim} has no two halves",  # type: ignore[union-attr]
+        "choose an even query size",
+    ),
+    (
+        "optim.values.clip",
+        lambda c: c.optim.values.update == "fused" and c.optim.values.clip is not None,
+        lambda c: "update: fused applies Adam inside backward, before the norm of the gradient is known",
+        "use update: sparse, or clip: null",
+    ),
+]
+
+
+def impossible(config: Config) -> list[tuple[str, str, str]]:
+    """(dotted key, what is wrong, how to fix it) of every rule of `IMPOSSIBLE` that `config` breaks."""
+    return [(key, what(config), fix) for key, applies, what, fix in IMPOSSIBLE if applies(config)]
