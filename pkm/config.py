@@ -7,18 +7,25 @@ is the list `IMPOSSIBLE` at the end of this page.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from pkm import configfile
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Betas = tuple[Probability, Probability]
+Where = Annotated[Path, AfterValidator(Path.expanduser)]
 Schedule = Literal["inverse_sqrt", "cosine", "linear", "constant"]
+
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*(/[A-Za-z0-9][A-Za-z0-9._+=-]*)*$"
+NAME_IN_WORDS = "letters, digits and any of . _ + = - (first a letter or digit), in parts separated by /"
 
 
 class Part(BaseModel):
@@ -28,7 +35,7 @@ class Part(BaseModel):
 
 
 class CorpusConfig(Part):
-    path: Path
+    path: Where
     """Prepared corpus: the directory that scripts/prepare.py wrote."""
     context: Positive = 256
     """Tokens of a window: what the model sees at once."""
@@ -169,9 +176,9 @@ class LogConfig(Part):
 class Config(Part):
     """A run, whole."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+=-]*(/[A-Za-z0-9][A-Za-z0-9._+=-]*)*$")]
+    name: Annotated[str, Field(pattern=NAME, json_schema_extra={"patternErrorMessage": NAME_IN_WORDS})]
     """The run's directory below `runs`."""
-    runs: Path = Path("runs")
+    runs: Where = Path("runs")
     """Where run directories are made."""
     seed: Natural = 1
     """Of initialisation, data order and dropout."""
@@ -250,7 +257,9 @@ IMPOSSIBLE: list[Rule] = [
     (
         "optim.batch_tokens",
         lambda c: c.optim.batch_tokens % c.corpus.context != 0,
-        lambda c: f"{c.optim.batch_tokens} tokens are not a whole number of windows of corpus.context = {c.corpus.context}",
+        lambda c: (
+            f"{c.optim.batch_tokens} tokens are not a whole number of windows of corpus.context = {c.corpus.context}"
+        ),
         "choose a multiple of the context",
     ),
     (
@@ -268,7 +277,9 @@ IMPOSSIBLE: list[Rule] = [
     (
         "memory.layers",
         _with_memory(lambda c, m: m.layers is not None and (not m.layers or max(m.layers) > c.model.layers)),
-        lambda c: f"{list(c.memory_layers)} names a layer that is not there: the model has layers 1 to {c.model.layers}",
+        lambda c: (
+            f"{list(c.memory_layers)} names a layer that is not there: the model has layers 1 to {c.model.layers}"
+        ),
         "name layers from 1 to model.layers",
     ),
     (
@@ -282,7 +293,9 @@ IMPOSSIBLE: list[Rule] = [
         _with_memory(
             lambda c, m: m.layers is None and m.count is not None and max((0, *c.memory_layers)) > c.model.layers
         ),
-        lambda c: f"{len(c.memory_layers)} memories at regular intervals would fall on {list(c.memory_layers)}, beyond layer {c.model.layers}",
+        lambda c: (
+            f"{len(c.memory_layers)} memories at regular intervals would fall on {list(c.memory_layers)}, beyond layer {c.model.layers}"
+        ),
         "name the layers yourself with memory.layers",
     ),
     (
@@ -337,5 +350,31 @@ IMPOSSIBLE: list[Rule] = [
 
 
 def impossible(config: Config) -> list[tuple[str, str, str]]:
-    """(dotted key, what is wrong, how to fix it) of every rule of `IMPOSSIBLE` that `config` breaks."""
-    return [(key, what(config), fix) for key, applies, what, fix in IMPOSSIBLE if applies(config)]
+    """(dotted key, what is wrong, how to fix it) of every rule of `IMPOSSIBLE` that `config` breaks.
+
+    A config may lack settings that are wrong themselves (configfile.load): rules that read one do not apply.
+    """
+    found = []
+    for key, applies, what, fix in IMPOSSIBLE:
+        try:
+            if applies(config):
+                found.append((key, what(config), fix))
+        except AttributeError:
+            continue
+    return found
+
+
+def impossible_for(config: Config, ranks: int) -> list[tuple[str, str, str]]:
+    """As `impossible`, for what depends on the number of processes that torchrun started."""
+    if config.sequences >= ranks:
+        return []
+    what = (
+        f"{config.optim.batch_tokens} tokens are {config.sequences} windows of corpus.context = {config.corpus.context}: "
+        f"fewer than the {ranks} ranks"
+    )
+    return [("optim.batch_tokens", what, f"choose at least {ranks * config.corpus.context}, or start fewer processes")]
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> configfile.Resolved[Config]:
+    """A run's config from its file and `a.b=value` arguments. Raises UserErrors with every mistake in them."""
+    return configfile.load(path, overrides, Config, impossible)
