@@ -1,0 +1,32 @@
+# `make quickstart` trains a small model on real news and prints its report; `make test` runs every check.
+# Both set up .venv first if need be. PYTHON names the interpreter to make it with (>= 3.11).
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: quickstart test lint setup clean
+
+quickstart: $(READY)
+	$(BIN)/python scripts/prepare.py data/sample.yaml
+	$(BIN)/python train.py configs/quickstart.yaml
+
+test: $(READY) lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(READY)
+
+$(READY): setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python >= 3.11 is needed, this is " + sys.version.split()[0] + "\n  fix: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,0 +1,164 @@
+"""What a model is worth: perplexity, memory usage and KL on a split, and words per second (paper 4.3)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pkm.config import Config
+from pkm.corpus.batches import IGNORE, evaluation_batches
+from pkm.corpus.store import Corpus, Split
+from pkm.memory.usage import Usage, UsageMeter
+from pkm.model import Transformer
+from pkm.parallel import autocast, pick_precision
+
+WARM_UP_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One pass over a split. Losses in nats; `memories` maps a layer (counted from 1) to its usage."""
+
+    split: str
+    documents: int
+    tokens: int
+    words: int
+    loss: float
+    perplexity: float
+    word_perplexity: float
+    bits_per_byte: float | None
+    memories: dict[int, Usage]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        return asdict(self) | {"memories": {str(layer): asdict(usage) for layer, usage in self.memories.items()}}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Inference: forward passes over the test split after a warm-up, nothing recorded."""
+
+    words_per_second: float
+    tokens_per_second: float
+    device: str
+    precision: str
+    batch_windows: int
+    context: int
+
+
+def evaluate(model: Transformer, corpus: Corpus, split: Split, config: Config, documents: int | None = None) -> Evaluation:
+    """Score the first `documents` of `split` (None = all) in windows of the context.
+
+    perplexity per BPE token is exp(nll / tokens), per word exp(nll / words), where nll is the total over all tokens but
+    the first of the split; bits per byte is given for a whole split only. Usage and KL are those of the slots read for
+    the tokens scored here, over the whole pass, in float64 (paper 4.3).
+    """
+    word_ends = corpus.vocab.word_ends
+    meters = {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
+    nll, tokens, words = 0.0, 0, 0
+    with _inference(model), recording(model):
+        for inputs, targets in _batches(split, config, documents):
+            ids, wanted = _to(model, inputs), _to(model, targets)
+            with autocast(ids.device, pick_precision(config, ids.device)):
+                nll += float(model(ids, wanted))
+            scored = targets != IGNORE
+            tokens += int(scored.sum())
+            words += int(word_ends[targets[scored]].sum())
+            reads = (wanted != IGNORE).flatten()
+            for layer, memory in model.memories():
+                indices, weights = memory.selection
+                meters[layer].update(indices[reads], weights[reads])
+    whole = documents is None or documents >= split.documents
+    return Evaluation(
+        split=split.name,
+        documents=split.documents if whole else int(documents or 0),
+        tokens=tokens,
+        words=words,
+        loss=nll / tokens,
+        perplexity=_exp(nll / tokens),
+        word_perplexity=_exp(nll / max(words, 1)),
+        bits_per_byte=nll / math.log(2) / split.bytes if whole and split.bytes else None,
+        memories={layer: meter.result() for layer, meter in meters.items()},
+    )
+
+
+def measure_speed(model: Transformer, corpus: Corpus, split: Split, config: Config, seconds: float = 10.0) -> Speed:
+    """Words and BPE tokens per second at inference, over `split`, for at most about `seconds` after a warm-up."""
+    device = next(model.parameters()).device
+    dtype = pick_precision(config, device)
+    word_ends = corpus.vocab.word_ends
+    tokens = words = 0
+    with _inference(model), autocast(device, dtype):
+        for inputs, targets in islice(_batches(split, config, None), WARM_UP_BATCHES):
+            model(_to(model, inputs), _to(model, targets))
+        _wait(device)
+        started = time.perf_counter()
+        for inputs, targets in _batches(split, config, None):
+            model(_to(model, inputs), _to(model, targets))
+            scored = targets != IGNORE
+            tokens += int(scored.sum())
+            words += int(word_ends[targets[scored]].sum())
+            if time.perf_counter() - started > seconds:
+                break
+        _wait(device)
+        elapsed = time.perf_counter() - started
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+    return Speed(
+        words_per_second=words / elapsed,
+        tokens_per_second=tokens / elapsed,
+        device=name,
+        precision=str(dtype).removeprefix("torch."),
+        batch_windows=config.evaluate.batch,
+        context=config.corpus.context,
+    )
+
+
+def _batches(split: Split, config: Config, documents: int | None) -> Iterator[tuple[Any, Any]]:
+    return evaluation_batches(
+        split, config.corpus.context, config.evaluate.batch, stride=config.evaluate.stride, documents=documents
+    )
+
+
+@contextmanager
+def _inference(model: Transformer) -> Iterator[None]:
+    """Evaluation mode without gradients; training mode comes back as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def recording(model: Transformer) -> Iterator[None]:
+    """Every memory keeps what it last read, for a UsageMeter."""
+    for _, memory in model.memories():
+        memory.record = True
+    try:
+        yield
+    finally:
+        for _, memory in model.memories():
+            memory.record = False
+
+
+def _to(model: Transformer, array: Any) -> Tensor:
+    return torch.from_numpy(array).to(next(model.parameters()).device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf

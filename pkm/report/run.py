@@ -1,0 +1,84 @@
+"""The report of one run: its best checkpoint on the test split, as report.json and report.md."""
+
+from __future__ import annotations
+
+import json
+import platform
+from typing import Any
+
+import torch
+
+from pkm.config import Config
+from pkm.corpus.store import Corpus
+from pkm.evaluate import Evaluation, Speed, evaluate, measure_speed
+from pkm.files import atomic_write
+from pkm.model import Transformer
+from pkm.report.tables import markdown_table
+from pkm.run import Run
+from pkm.trainer import load_weights
+
+
+def report(run: Run, config: Config, corpus: Corpus, model: Transformer) -> None:
+    """Evaluate the checkpoint with the lowest validation loss (the last one, without validation) on the test split."""
+    split = corpus.test
+    if split is None:
+        run.say(f"no report: {corpus.path} has no test split (prepare it with held-out articles for one)")
+        return
+    best = run.checkpoints.load("best" if corpus.valid else "latest")
+    load_weights(model, best.tensors)
+    run.say(f"evaluating step {best.step} on {split.documents:,} test documents")
+    evaluation = evaluate(model, corpus, split, config)
+    speed = measure_speed(model, corpus, split, config)
+    run.metrics.write(config.optim.steps, "test", **evaluation.record())
+    record = report_record(config, model, best.step, evaluation, speed)
+    atomic_write(run.directory / "report.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
+    text = report_markdown(record, evaluation, speed)
+    atomic_write(run.directory / "report.md", text)
+    run.say(text)
+
+
+def report_record(config: Config, model: Transformer, step: int, evaluation: Evaluation, speed: Speed) -> dict[str, Any]:
+    """What report.json holds."""
+    return {
+        "run": config.name,
+        "step": step,
+        "parameters": {
+            "dense": sum(p.numel() for n, p in model.named_parameters() if ".memory.values." not in n),
+            "values": sum(memory.values.weight.numel() for _, memory in model.memories()),
+        },
+        "evaluation": evaluation.record(),
+        "speed": vars(speed),
+        "machine": f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}",
+    }
+
+
+def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed) -> str:
+    """Two tables: the model, and each of its memories."""
+    e, parameters = evaluation, record["parameters"]
+    model = [
+        ("checkpoint", f"step {record['step']:,}"),
+        ("parameters", f"{parameters['dense']:,} dense, {parameters['values']:,} values"),
+        ("scored", f"{e.tokens:,} BPE tokens, {e.words:,} words, {e.documents:,} documents ({e.split})"),
+        ("perplexity per BPE token", f"{e.perplexity:.2f}"),
+        ("perplexity per word", f"{e.word_perplexity:.2f}"),
+        ("bits per byte", "-" if e.bits_per_byte is None else f"{e.bits_per_byte:.4f}"),
+        ("words/s at inference", f"{speed.words_per_second:,.0f}"),
+        ("BPE tokens/s at inference", f"{speed.tokens_per_second:,.0f}"),
+        ("measured on", f"{speed.device}, {speed.precision}, {speed.batch_windows} windows of {speed.context} tokens"),
+    ]
+    text = f"# {record['run']}\n\n" + markdown_table(["", ""], model)
+    if e.memories:
+        header = ["memory at layer", "usage %", "KL", "Gini", "top 50 % in", "top 90 % in", "top 99 % in", "slots two heads share"]
+        rows = [
+            (
+                str(layer),
+                f"{u.percent:.2f}",
+                f"{u.kl:.4f}",
+                f"{u.gini:.3f}",
+                *(f"{share:.2f} % of slots" for share in (u.top50, u.top90, u.top99)),
+                f"{u.shared_by_two_heads:.3f}",
+            )
+            for layer, u in e.memories.items()
+        ]
+        text += "\n" + markdown_table(header, rows)
+    return text + f"\n{record['machine']}\n"

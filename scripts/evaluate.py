@@ -1,0 +1,50 @@
+"""Score a trained model: perplexity, memory usage, KL, words per second.
+
+    python scripts/evaluate.py runs/quickstart
+    python scripts/evaluate.py runs/quickstart --split valid --checkpoint latest --stride 64 --json
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from pkm.errors import UserError, exits_cleanly
+
+
+@exits_cleanly
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--split", default="test", choices=["train", "valid", "test"], help="default: %(default)s")
+    parser.add_argument("--checkpoint", default="best", help="best, latest or a step (default: %(default)s)")
+    parser.add_argument("--documents", type=int, help="only the first so many documents (default: all)")
+    parser.add_argument("--stride", type=int, help="tokens a window moves on (default: the run's evaluate.stride)")
+    parser.add_argument("--batch", type=int, help="windows of one forward pass (default: the run's evaluate.batch)")
+    parser.add_argument("--corpus", type=Path, help="where the prepared corpus lies now (default: the run's)")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    args = parser.parse_args()
+    if args.documents is not None and args.documents < 1:
+        raise UserError(f"{args.documents} documents cannot be scored", "--documents", "give 1 or more")
+    overrides = [f"device={args.device}"]
+    overrides += [f"evaluate.{key}={value}" for key in ("stride", "batch") if (value := getattr(args, key)) is not None]
+    overrides += [f"corpus.path={json.dumps(str(args.corpus))}"] if args.corpus else []
+
+    from pkm.evaluate import evaluate, measure_speed
+    from pkm.report.run import report_markdown, report_record
+    from pkm.trained import load_trained
+
+    trained = load_trained(args.run, args.checkpoint, tuple(overrides))
+    config, corpus, model = trained.config, trained.corpus, trained.model
+    split = corpus.split(args.split)
+    if split is None:
+        raise UserError(f"the corpus has no {args.split} split", str(corpus.path), "prepare it with held-out articles")
+    evaluation = evaluate(model, corpus, split, config, args.documents)
+    speed = measure_speed(model, corpus, split, config)
+    record = report_record(config, model, trained.step, evaluation, speed)
+    print(json.dumps(record, indent=2) if args.json else report_markdown(record, evaluation, speed))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,67 @@
+"""Train a language model with product-key memories from one YAML file.
+
+    python train.py configs/quickstart.yaml
+    python train.py my.yaml model.layers=6 optim.dense.lr=3e-4      # any setting, by its dotted name
+    python train.py my.yaml --dry-run                               # what it would be: layers, parameters, memory
+
+The same command again goes on where the run was, whatever ended it.
+"""
+
+import argparse
+
+from pkm.config import load
+from pkm.errors import exits_cleanly
+
+
+@exits_cleanly
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="YAML file; configs/base.yaml shows every setting")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and its counts; build nothing")
+    args = parser.parse_intermixed_args()
+
+    resolved = load(args.config, args.overrides)  # every mistake at once, or a frozen Config
+    config = resolved.config
+    if args.dry_run:
+        from pkm.count import print_plan
+
+        print(resolved.yaml)
+        print_plan(config)
+        return 0
+
+    # Only now what takes seconds to import.
+    import torch
+
+    from pkm import dist
+    from pkm.corpus.store import open_corpus
+    from pkm.model import build_model
+    from pkm.optim import build_optimizers
+    from pkm.parallel import pick_device
+    from pkm.report.run import report
+    from pkm.run import Run
+    from pkm.trainer import restore, train
+
+    device = pick_device(config)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    dist.start(device)
+
+    corpus = open_corpus(config.corpus.path)
+    with Run.open(config, resolved.yaml) as run:  # directory, lock, log; refuses what cannot go on
+        if run.is_finished():
+            run.say(f"{run.directory} is finished; its report is {run.directory}/report.md")
+            return 0
+        model = build_model(config, corpus.vocab.size).to(device)
+        optim = build_optimizers(config.optim, model)
+        state = restore(run, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
+        state = train(config, run, corpus, model, optim, state)
+        if state.step == config.optim.steps:
+            report(run, config, corpus, model)
+            run.status("finished", state.step, "all steps done, report written")
+    dist.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
