@@ -253,7 +253,7 @@ class ShardWriter:
         self._start = 0
         self._temporary = [directory / f".{name}.{suffix}.{os.getpid()}.tmp" for suffix in ("bin", "idx")]
         with explained(directory):
-            self._files = [open(path, "wb") for path in self._temporary]
+            self._files = [open(path, "wb") for path in self._temporary]  # noqa: SIM115
         self._hashes = [hashlib.sha256(), hashlib.sha256()]
 
     def end_document(self, words: int, size: int) -> None:

@@ -23,7 +23,7 @@ class Tokens:
         self.documents = -(-tokens // 7)
 
     def read_into(self, start: int, out: np.ndarray) -> None:
-        assert 0 <= start and start + len(out) <= self.tokens
+        assert start >= 0 and start + len(out) <= self.tokens
         out[:] = 1000 + np.arange(start, start + len(out))
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -150,7 +150,7 @@ def test_evaluation_can_stop_after_some_documents():
 def test_an_empty_corpus_and_one_shorter_than_a_window_are_named_with_what_fits():
     with pytest.raises(UserError, match="the train split is empty"):
         TrainingBatches(Tokens(0), 16, 1, 0)
-    with pytest.raises(UserError, match="has 16 tokens.*window of 16") as caught:
+    with pytest.raises(UserError, match=r"has 16 tokens.*window of 16") as caught:
         TrainingBatches(Tokens(16), 16, 1, 0)
     assert "a context of at most 15" in str(caught.value)
     assert TrainingBatches(Tokens(16), 15, 1, 0).windows == 1
