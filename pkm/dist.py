@@ -1,0 +1,148 @@
+"""Ranks, collectives and the stop flag. In a single process every collective is a no-op."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as td
+
+from pkm.errors import UserError
+
+T = TypeVar("T")
+STOP_FILE = "STOP"
+# Why a run was told to stop; the position is what the ranks agree on, so the last one wins where they differ.
+REASONS = (None, f"{STOP_FILE} file", "SIGUSR1", "SIGINT", "SIGTERM")
+
+
+def rank() -> int:
+    """This process among all processes of the run, from 0."""
+    return td.get_rank() if td.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Processes of the run, over all nodes."""
+    return td.get_world_size() if td.is_initialized() else 1
+
+
+def local_rank() -> int:
+    """This process among those of its node, from 0: the number of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0")) if td.is_initialized() else 0
+
+
+def is_main() -> bool:
+    """Whether this is the rank that writes what only one may write."""
+    return rank() == 0
+
+
+def start(device: torch.device) -> None:
+    """Join the ranks that torchrun started (NCCL for GPUs, gloo otherwise); nothing to do without torchrun."""
+    if td.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    try:
+        td.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"cannot join the other ranks: {error}",
+            where="environment",
+            fix="start several ranks with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        ) from error
+
+
+def stop() -> None:
+    """Leave the other ranks."""
+    if td.is_initialized():
+        td.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if world_size() > 1:
+        td.barrier()
+
+
+def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum `tensor` over the ranks, in place, and return it."""
+    if world_size() > 1:
+        td.all_reduce(tensor)
+    return tensor
+
+
+def broadcast_object(obj: T) -> T:
+    """Rank 0's `obj` on every rank; anything that pickles."""
+    if world_size() == 1:
+        return obj
+    box: list[Any] = [obj]
+    td.broadcast_object_list(box, src=0)
+    return cast(T, box[0])
+
+
+@contextmanager
+def main_decides() -> Iterator[None]:
+    """A UserError that rank 0 meets inside is raised on every rank at the end, so that none waits for the others."""
+    error: UserError | None = None
+    try:
+        yield
+    except UserError as caught:
+        error = caught
+    met = broadcast_object((error.what, error.where, error.fix) if error else None)
+    if error is not None:
+        raise error
+    if met is not None:
+        raise UserError(*met)
+
+
+class StopFlag:
+    """Whether the run was asked to stop: by a signal to any rank, or by a file `STOP` in its directory.
+
+    The first Ctrl-C asks; a second one interrupts at once with KeyboardInterrupt.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._interrupted = False
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> StopFlag:
+        """Take over SIGTERM, SIGINT and SIGUSR1; call it from the main thread."""
+        for number in self.SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def restore(self) -> None:
+        """Put back the handlers that `install` replaced."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if name == "SIGINT":
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+        if REASONS.index(name) > REASONS.index(self.reason):
+            self.reason = name
+
+    def requested(self, run_directory: Path) -> str | None:
+        """Why the run has to stop ("SIGTERM", "SIGINT", "SIGUSR1", "STOP file"), or None.
+
+        Every rank must call it at the same point; all get the same answer.
+        """
+        reason = self.reason
+        if reason is None and is_main() and (run_directory / STOP_FILE).exists():
+            reason = f"{STOP_FILE} file"
+        if world_size() == 1:
+            return reason
+        device = torch.device("cuda", local_rank()) if td.get_backend() == "nccl" else torch.device("cpu")
+        agreed = torch.tensor(REASONS.index(reason), device=device)
+        td.all_reduce(agreed, op=td.ReduceOp.MAX)
+        return REASONS[int(agreed)]

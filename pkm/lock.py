@@ -1,0 +1,134 @@
+"""The lock of a run directory: one process at a time, and a dead holder's place is taken over.
+
+The lock proper is flock on the file `lock`, which the system drops when its holder dies. Some network file systems keep
+flock to one machine or have none, so the file also says who holds it, and the holder touches it every few seconds: a
+holder on another machine counts as dead only when the file was not touched while we watched. No clocks are compared.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pkm import files
+from pkm.errors import UserError
+
+BEAT_SECONDS = 10
+WATCH_SECONDS = 45
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+class Lock:
+    """Holds `path` from `acquire` to `release`."""
+
+    def __init__(self, path: Path, wait: Callable[[float], None] = time.sleep):
+        self.path, self._wait = path, wait
+        self._file: int | None = None
+        self._released = threading.Event()
+
+    def acquire(self, say: Callable[[str], None]) -> None:
+        """Take the lock; `say` hears that a dead holder's was taken over. UserError if a living process has it."""
+        with files.explained(self.path):
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            works = _flock(file)
+            holder = self._holder()
+            if works is False or (holder and self._lives(holder, works, say)):
+                raise UserError(
+                    f"another process is at work on this run: {_described(holder)}",
+                    where=str(self.path.parent),
+                    fix="wait for it or stop it, or give this run another name",
+                )
+            with files.explained(self.path):
+                me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+                os.ftruncate(file, 0)
+                os.pwrite(file, json.dumps(me).encode(), 0)
+                os.fsync(file)
+        except BaseException:
+            os.close(file)
+            raise
+        if holder:
+            say(f"took over from {_described(holder)}, which ended without releasing the run")
+        self._file = file
+        self._released.clear()
+        threading.Thread(target=self._beat, args=(file,), name="lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the lock back; nothing to do if it is not held."""
+        if self._file is None:
+            return
+        self._released.set()
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
+        self._file = None
+
+    def _holder(self) -> dict[str, Any]:
+        """Who says to hold the lock; empty if nobody does."""
+        try:
+            holder = json.loads(self.path.read_bytes())
+        except ValueError:
+            return {}
+        return holder if isinstance(holder, dict) else {}
+
+    def _lives(self, holder: dict[str, Any], flock_works: bool | None, say: Callable[[str], None]) -> bool:
+        """Whether a holder whose flock does not stop us may still be at work."""
+        if holder.get("host") == socket.gethostname():
+            return flock_works is None and _runs(holder.get("pid"))
+        say(f"the run is marked as held by {_described(holder)}: watching {WATCH_SECONDS} s whether it lives")
+        before = self._touched()
+        for _ in range(WATCH_SECONDS):
+            self._wait(1)
+            if self._touched() != before:
+                return True
+        return False
+
+    def _touched(self) -> int:
+        # Opened each time: that makes a network file system ask its server.
+        with self.path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+
+    def _beat(self, file: int) -> None:
+        while not self._released.wait(BEAT_SECONDS):
+            try:
+                os.utime(self.path)
+            except OSError:
+                continue
+
+
+def _flock(file: int) -> bool | None:
+    """Whether flock was got; None where the file system has none."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_FLOCK:
+            return None
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _runs(pid: Any) -> bool:
+    if not isinstance(pid, int) or pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _described(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "it did not say which"
+    return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"

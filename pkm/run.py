@@ -1,0 +1,195 @@
+"""A run's directory: whose it is now, with which settings it began, where it stands, and what it said.
+
+runs/NAME/config.yaml      the settings it began with, complete
+          status.json      running | stopped | finished | failed, at which step, why
+          lock             who is at work on it
+          log.txt          what the terminal showed
+          metrics.jsonl, tensorboard/, checkpoints/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from rich.console import Console
+
+from pkm import configfile, dist, files
+from pkm.checkpoint import Checkpoints
+from pkm.config import MAY_CHANGE, OPEN_ENDED, Config
+from pkm.errors import UserError
+from pkm.lock import Lock
+from pkm.metrics import Metrics
+
+State = Literal["running", "stopped", "finished", "failed"]
+
+
+class Run:
+    """An open run; close it by leaving its `with` block. All ranks open it, rank 0 writes."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.directory = config.directory
+        self.console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        self.metrics = Metrics(self.directory, config.log.tensorboard)
+        self.checkpoints = Checkpoints(
+            self.directory / "checkpoints", config.checkpoint.keep, self._warn, self.metrics.sync
+        )
+        self._lock = Lock(self.directory / "lock")
+        self._status: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, config: Config, resolved_yaml: str) -> Run:
+        """Make or take up the directory of a run, and lock it.
+
+        resolved_yaml    the config, complete, as it is written into a new run
+
+        UserError if the directory cannot be written, a living process is at work on it, or it began with settings that
+        may not change (the keys are named with both values).
+        """
+        run = cls(config)
+        with dist.main_decides():
+            if dist.is_main():
+                with files.explained(run.directory):
+                    run.directory.mkdir(parents=True, exist_ok=True)
+                run._lock.acquire(run.say)
+                try:
+                    run._take_up(resolved_yaml)
+                except BaseException:
+                    run._lock.release()
+                    raise
+        run._status = read_status(run.directory)
+        return run
+
+    def _take_up(self, resolved_yaml: str) -> None:
+        for leftover in self.directory.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        path = self.directory / "config.yaml"
+        if path.exists():
+            changed = refuse_changes(path, self.config)
+            if not changed:
+                return
+            self.say("settings changed since this run began: " + ", ".join(changed))
+        elif self.checkpoints.steps():
+            raise UserError(
+                "there are checkpoints but no settings, so nobody can tell whether they fit",
+                where=str(path),
+                fix="bring config.yaml back, or give this run another name",
+            )
+        files.atomic_write(path, resolved_yaml)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, SystemExit) and self._status.get("state") != "finished":
+            # The disk may be full: that must not hide the error itself.
+            with suppress(OSError, UserError):
+                reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+                self.status("failed", self._status.get("step", 0), reason)
+        with suppress(OSError):
+            self.metrics.close()
+        self._lock.release()
+
+    def status(self, state: State, step: int, reason: str | None = None) -> None:
+        """Write status.json. "stopped" says that a checkpoint is written, and so the file STOP was obeyed: it goes."""
+        self._status = {
+            "state": state,
+            "step": step,
+            "reason": reason,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        if not dist.is_main():
+            return
+        files.atomic_write(self.directory / "status.json", json.dumps(self._status, indent=1) + "\n")
+        if state == "stopped":
+            (self.directory / dist.STOP_FILE).unlink(missing_ok=True)
+
+    def is_finished(self) -> bool:
+        """Whether all steps that the config asks for were done."""
+        return self._status.get("state") == "finished" and self._status.get("step", 0) >= self.config.optim.steps
+
+    def say(self, line: str) -> None:
+        """Show a line and append it to log.txt; only rank 0 does."""
+        if not dist.is_main():
+            return
+        if self.console.is_terminal:
+            self.console.print(line)
+        else:
+            print(line, flush=True)
+        # A full disk is reported by what must be written; the log need not be.
+        with suppress(OSError), (self.directory / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
+
+    def _warn(self, line: str) -> None:
+        self.say(f"warning: {line}")
+
+
+def read_status(directory: Path) -> dict[str, Any]:
+    """What status.json says; empty if there is none that can be read."""
+    try:
+        status = json.loads((directory / "status.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def refuse_changes(path: Path, config: Config) -> list[str]:
+    """The settings of `config` that differ from those of the file, as "key: old -> new", if all of them may.
+
+    UserError with every key that may not.
+    """
+    old, new = (
+        _flat(configfile.load(path, (), Config).config.model_dump(mode="json")),
+        _flat(config.model_dump(mode="json")),
+    )
+    changed, refused = [], []
+    for key in {**old, **new}:
+        before, now = old.get(key), new.get(key)
+        if before != now:
+            line, why = f"{key}: {_shown(before)} -> {_shown(now)}", _why_not(key, before, now, config)
+            changed.append(line)
+            if why is not None:
+                refused.append(line + why)
+    if refused:
+        raise UserError(
+            "this run began with other settings\n    " + "\n    ".join(refused),
+            where=str(path),
+            fix="give the old values again, or start another run with name=...",
+        )
+    return changed
+
+
+def _why_not(key: str, before: Any, now: Any, config: Config) -> str | None:
+    """Why a setting may not change ("" if there is nothing to explain), or None if it may."""
+    if any(key == free or key.startswith(free + ".") for free in MAY_CHANGE):
+        return None
+    if key != "optim.steps":
+        return ""
+    if now < before:
+        return " (may only grow)"
+    schedules = [config.optim.dense.schedule] + ([config.optim.values.schedule] if config.memory else [])
+    closed = [schedule for schedule in schedules if schedule not in OPEN_ENDED]
+    return f" (learning rates of a {closed[0]} schedule depend on it)" if closed else None
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)
