@@ -1,0 +1,317 @@
+"""Parameters, FLOPs and bytes of a config, worked out before anything is built. Imports no torch.
+
+Letters as in the paper: V vocabulary, T context, L blocks, d width, f feed-forward width; for a memory H heads, K slots,
+C sub-keys a side, k selected slots, q query size, M memories.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pkm.config import Config, MemoryConfig
+
+SPECIAL_IDS = 14
+"""Ids before the first line of a vocabulary file: <s> </s> <pad> <unk> and ten more."""
+PAPER_VOCABULARY = 60_000 + SPECIAL_IDS
+"""BPE splits of the paper; what is counted with as long as there is no prepared corpus."""
+FP32 = 4
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6, "auto": 4}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    tokens: int
+    """V x d, tied with the output layer."""
+    positions: int
+    """T x d."""
+    output_bias: int
+    """V."""
+    attention: int
+    """L x (d x 3d + 3d + d x d + d)."""
+    feed_forward: int
+    """d x f + f + f x d + d, of the blocks that have one."""
+    norms: int
+    """LayerNorms: weight and bias (2d) of the embeddings', two or three of a block, one at the end with pre-norm."""
+    query: int
+    """The memories' query networks with the normalisation on top."""
+    keys: int
+    """Product: H x 2 x C x q/2; flat: H x K x q; of every memory."""
+    values: int
+    """M x K x d."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def dense(self) -> int:
+        """Everything but the values: what `optim.dense` updates."""
+        return self.total - self.values
+
+
+def parameters(config: Config, vocab_size: int) -> Parameters:
+    """Parameters of the model that `config` describes, part by part."""
+    d, f, blocks = config.model.dim, config.ffn, config.model.layers
+    memory, memories = config.memory, len(config.memory_layers)
+    place = memory.place if memory else None
+    norms = 1 + 2 * blocks + (config.model.norm == "pre") + (memories if place == "after" else 0)
+    return Parameters(
+        tokens=vocab_size * d,
+        positions=config.corpus.context * d,
+        output_bias=vocab_size,
+        attention=blocks * ((3 * d * d + 3 * d) + (d * d + d)),
+        feed_forward=_feed_forwards(config) * ((d * f + f) + (f * d + d)),
+        norms=norms * 2 * d,
+        query=memories * _query(memory, d) if memory else 0,
+        keys=memories * _keys(config, memory) if memory else 0,
+        values=memories * config.slots * d,
+    )
+
+
+def _feed_forwards(config: Config) -> int:
+    replaced = len(config.memory_layers) if config.memory and config.memory.place == "replace" else 0
+    return config.model.layers - replaced
+
+
+def _query_widths(memory: MemoryConfig, d: int) -> list[int]:
+    return [d, *memory.query.hidden, memory.heads * memory.query.dim]
+
+
+def _query(memory: MemoryConfig, d: int) -> int:
+    """Linear maps with biases d -> hidden -> H x q, then weight and bias of the normalisation over the H x q."""
+    widths = _query_widths(memory, d)
+    linear = sum(a * b + b for a, b in pairwise(widths))
+    return linear + (0 if memory.query.norm == "none" else 2 * widths[-1])
+
+
+def _keys(config: Config, memory: MemoryConfig) -> int:
+    if memory.keys == "flat":
+        return memory.heads * config.slots * memory.query.dim
+    return memory.heads * 2 * (memory.sub_keys or 0) * (memory.query.dim // 2)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of one token. A multiply-add is two; what is no product of matrices (normalisation,
+    softmax, activations, top-k, the look-up of embeddings, the optimizer) is not counted."""
+
+    attention: int
+    """L x (8 d^2 + 2 d (T + 1)): four d x d maps; scores and weighted sum over the (T + 1) / 2 tokens that a token sees
+    on average."""
+    feed_forward: int
+    """4 d f, of the blocks that have one."""
+    output: int
+    """2 V d."""
+    query: int
+    """2 x the products of the query network's widths."""
+    search: int
+    """Scores of all keys. Product: 2 H C q; flat: 2 H K q."""
+    read: int
+    """Weighted sum of the selected values: 2 H k d."""
+    search_backward: int
+    """Gradients of scores reach only the k selected slots of a head: 4 H k q, for queries and keys together."""
+
+    @property
+    def forward(self) -> int:
+        return self.attention + self.feed_forward + self.output + self.query + self.search + self.read
+
+    @property
+    def training(self) -> int:
+        """Forward and backward. The backward of a product of matrices is two such products."""
+        return 3 * (self.forward - self.search) + self.search + self.search_backward
+
+
+def flops(config: Config, vocab_size: int) -> Flops:
+    """FLOPs per token of the model that `config` describes."""
+    d, context = config.model.dim, config.corpus.context
+    memory, memories = config.memory, len(config.memory_layers)
+    widths = _query_widths(memory, d) if memory else []
+    selected = memory.heads * memory.knn if memory else 0
+    return Flops(
+        attention=config.model.layers * (8 * d * d + 2 * d * (context + 1)),
+        feed_forward=_feed_forwards(config) * 4 * d * config.ffn,
+        output=2 * vocab_size * d,
+        query=memories * 2 * sum(a * b for a, b in pairwise(widths)),
+        search=memories * 2 * _keys(config, memory) if memory else 0,
+        read=memories * 2 * selected * d,
+        search_backward=memories * 4 * selected * memory.query.dim if memory else 0,
+    )
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """Bytes of one rank in training."""
+
+    weights: int
+    gradients: int
+    """Dense fp32; of the values, whole for `update: dense`, else the rows that an update can touch at most."""
+    adam: int
+    activations: int
+    """An estimate of what backward keeps (see `activation_bytes_per_token`)."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.adam + self.activations
+
+
+def bytes_per_slot(config: Config) -> int:
+    """Bytes of one slot: its value and Adam's two moments."""
+    values = config.optim.values
+    return config.model.dim * (BYTES[values.dtype] + 2 * BYTES[values.state_dtype])
+
+
+def training_bytes(config: Config, vocab_size: int, ranks: int = 1) -> TrainingBytes:
+    """Bytes of one of `ranks` processes."""
+    count = parameters(config, vocab_size)
+    values = config.optim.values
+    share = ranks if config.parallel.values == "sharded" else 1
+    windows = -(-config.sequences // ranks)
+    at_once = min(config.optim.micro_batch or windows, windows)
+    touched = _touched_rows(config, windows * config.corpus.context * share) if values.update != "dense" else 0
+    row = config.model.dim * FP32 // share
+    value_gradients = count.values // share * FP32 if values.update == "dense" else touched * (row + 8)
+    return TrainingBytes(
+        weights=count.dense * FP32 + count.values // share * BYTES[values.dtype],
+        gradients=count.dense * FP32 + value_gradients,
+        adam=count.dense * 2 * FP32 + count.values // share * 2 * BYTES[values.state_dtype],
+        activations=at_once * config.corpus.context * activation_bytes_per_token(config, vocab_size),
+    )
+
+
+def _touched_rows(config: Config, tokens: int) -> int:
+    """Rows of all memories that `tokens` tokens can read at most."""
+    if config.memory is None:
+        return 0
+    return len(config.memory_layers) * min(config.slots, tokens * config.memory.heads * config.memory.knn)
+
+
+def activation_bytes_per_token(config: Config, vocab_size: int) -> int:
+    """About what backward needs of a token, in bytes; temporary buffers come on top.
+
+    block         d of: input, q, k, v, heads' output, projection, its sum and norm, the sublayer's output, sum and norm
+    feed-forward  f before and after the activation
+    memory        H q before and after normalisation; 2 H C (flat: H K) scores, H k indices (8 bytes) and weights in fp32
+    output        V logits, their fp32 copy and its gradient
+    """
+    a, d = BYTES[config.precision], config.model.dim
+    total = config.model.layers * 11 * d * a + _feed_forwards(config) * 2 * config.ffn * a
+    m = config.memory
+    if m is not None:
+        scores = m.heads * (config.slots if m.keys == "flat" else 2 * (m.sub_keys or 0)) * FP32
+        selected = m.heads * m.knn * (8 + FP32)
+        total += len(config.memory_layers) * (2 * m.heads * m.query.dim * a + scores + selected)
+    return total + vocab_size * (a + 2 * FP32)
+
+
+def checkpoint_bytes(config: Config, vocab_size: int) -> int:
+    """Tensors of one checkpoint: weights and Adam's moments (running statistics of BatchNorm are kilobytes)."""
+    whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"values": "replicated"})})
+    needed = training_bytes(whole, vocab_size)
+    return needed.weights + needed.adam
+
+
+def vocab_size_of(corpus: Path) -> int | None:
+    """Vocabulary size of a prepared corpus; None if there is none at `corpus`."""
+    try:
+        with (corpus / "vocab").open("rb") as lines:
+            return SPECIAL_IDS + sum(1 for line in lines if line.strip())
+    except OSError:
+        return None
+
+
+Row = tuple[str, str, str]
+
+
+def summary(config: Config, vocab_size: int, ranks: int = 1) -> list[Row]:
+    """(what, how much, remark) of everything worth knowing before a run starts."""
+    count, work = parameters(config, vocab_size), flops(config, vocab_size)
+    model = config.model
+    rows: list[Row] = [
+        ("model", f"{model.layers} layers x {model.dim}", f"{model.heads} heads, {model.norm}-norm, {model.activation}"),
+        ("vocabulary", f"{vocab_size:,}", f"context {config.corpus.context}"),
+        *_memory_rows(config),
+        ("parameters", amount(count.total), f"{count.total:,}"),
+        ("  dense", amount(count.dense), f"{count.dense:,}: embeddings {amount(count.tokens + count.positions)}, "
+         f"attention {amount(count.attention)}, feed-forward {amount(count.feed_forward)}, "
+         f"queries {amount(count.query)}, keys {amount(count.keys)}"),
+        ("  values", amount(count.values), f"{count.values:,}"),
+        ("FLOPs per token", amount(work.forward), f"forward: attention {amount(work.attention)}, feed-forward "
+         f"{amount(work.feed_forward)}, output {amount(work.output)}, memory {amount(work.query + work.search + work.read)}"),
+        ("", amount(work.training), "training: forward and backward"),
+        *_size_rows(config, vocab_size, ranks),
+    ]  # fmt: skip
+    return rows
+
+
+def _memory_rows(config: Config) -> list[Row]:
+    m = config.memory
+    if m is None:
+        return [("memory", "none", "a dense model")]
+    layers = ", ".join(map(str, config.memory_layers))
+    keys = f"{m.sub_keys}^2 = {config.slots:,}" if m.keys == "product" else f"{config.slots:,}"
+    return [
+        ("memory at layers", layers, {"replace": "in place of", "beside": "beside", "after": "after"}[m.place]
+         + " the feed-forward network"),
+        ("slots of a memory", keys, f"{m.keys} keys, H = {m.heads}, k = {m.knn}, query {m.query.dim} "
+         f"({m.query.norm} norm), kernels: {m.kernels}"),
+        ("bytes per slot", f"{bytes_per_slot(config):,}", f"value {config.optim.values.dtype}, Adam's moments "
+         f"{config.optim.values.state_dtype}, update: {config.optim.values.update}"),
+    ]  # fmt: skip
+
+
+def _size_rows(config: Config, vocab_size: int, ranks: int) -> list[Row]:
+    needed = training_bytes(config, vocab_size, ranks)
+    windows = -(-config.sequences // ranks)
+    at_once = min(config.optim.micro_batch or windows, windows)
+    rank = f" of each of {ranks} ranks" if ranks > 1 else ""
+    return [
+        ("batch", f"{config.optim.batch_tokens:,} tokens", f"{config.sequences} windows, {at_once} at once a rank; "
+         f"{config.optim.steps:,} steps = {amount(config.optim.steps * config.optim.batch_tokens)} tokens"),
+        ("memory needed", size(needed.total), f"in training{rank}, about: weights {size(needed.weights)}, gradients up to "
+         f"{size(needed.gradients)}, Adam {size(needed.adam)}, activations {size(needed.activations)}"),
+        ("checkpoint", size(checkpoint_bytes(config, vocab_size)), f"on disk, {config.checkpoint.keep} kept and the best"),
+    ]  # fmt: skip
+
+
+def table(config: Config, vocab_size: int, ranks: int = 1) -> Table:
+    """The summary for a terminal."""
+    grid = Table(box=None, show_header=False, title=config.name, title_justify="left")
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(style="dim")
+    for row in summary(config, vocab_size, ranks):
+        grid.add_row(*row)
+    return grid
+
+
+def print_plan(config: Config, ranks: int = 1) -> None:
+    """Print the summary, with the vocabulary of the prepared corpus if it is there, else with the paper's."""
+    known = vocab_size_of(config.corpus.path)
+    Console(soft_wrap=False).print(table(config, known or PAPER_VOCABULARY, ranks))
+    if known is None:
+        print(
+            f"no corpus at {config.corpus.path} yet: counted with a vocabulary of {PAPER_VOCABULARY:,}, as in the paper"
+        )
+
+
+def amount(number: int) -> str:
+    """12_345_678 -> `12.3 M`."""
+    return _scaled(number, 1000, ("", " k", " M", " G", " T", " P"))
+
+
+def size(number: int) -> str:
+    """Bytes -> `1.5 GiB`."""
+    return _scaled(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+
+
+def _scaled(number: int, base: int, units: tuple[str, ...]) -> str:
+    value, unit = float(number), 0
+    while value >= 999.5 and unit < len(units) - 1:
+        value, unit = value / base, unit + 1
+    digits = f"{value:.0f}" if unit == 0 or value >= 99.95 else f"{value:.1f}"
+    return digits + units[unit]
