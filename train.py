@@ -18,7 +18,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="YAML file; configs/base.yaml shows every setting")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and its counts; build nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and its counts; build nothing"
+    )
     args = parser.parse_intermixed_args()
 
     resolved = load(args.config, args.overrides)  # every mistake at once, or a frozen Config
@@ -46,6 +48,7 @@ def main() -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
     dist.start(device)
+    stop = dist.StopFlag().install()  # SIGTERM, SIGUSR1, Ctrl-C or a file STOP: save, then leave
 
     corpus = open_corpus(config.corpus.path)
     with Run.open(config, resolved.yaml) as run:  # directory, lock, log; refuses what cannot go on
@@ -55,7 +58,8 @@ def main() -> int:
         model = build_model(config, corpus.vocab.size).to(device)
         optim = build_optimizers(config.optim, model)
         state = restore(run, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
-        state = train(config, run, corpus, model, optim, state)
+        state = train(config, run, corpus, model, optim, state, stop)
+        stop.restore()  # what follows is quick to do again
         if state.step == config.optim.steps:
             report(run, config, corpus, model)
             run.status("finished", state.step, "all steps done, report written")

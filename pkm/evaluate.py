@@ -54,7 +54,9 @@ class Speed:
     context: int
 
 
-def evaluate(model: Transformer, corpus: Corpus, split: Split, config: Config, documents: int | None = None) -> Evaluation:
+def evaluate(
+    model: Transformer, corpus: Corpus, split: Split, config: Config, documents: int | None = None
+) -> Evaluation:
     """Score the first `documents` of `split` (None = all) in windows of the context.
 
     perplexity per BPE token is exp(nll / tokens), per word exp(nll / words), where nll is the total over all tokens but
@@ -110,7 +112,9 @@ def measure_speed(model: Transformer, corpus: Corpus, split: Split, config: Conf
                 break
         _wait(device)
         elapsed = time.perf_counter() - started
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name() if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+    )
     return Speed(
         words_per_second=words / elapsed,
         tokens_per_second=tokens / elapsed,
@@ -140,10 +144,10 @@ def _inference(model: Transformer) -> Iterator[None]:
 
 
 @contextmanager
-def recording(model: Transformer) -> Iterator[None]:
+def recording(model: Transformer, active: bool = True) -> Iterator[None]:
     """Every memory keeps what it last read, for a UsageMeter."""
     for _, memory in model.memories():
-        memory.record = True
+        memory.record = active
     try:
         yield
     finally:

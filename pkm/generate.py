@@ -23,7 +23,9 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
     if top_k is not None:
         keep[top_k:] = False
     if top_p is not None:
-        keep &= probabilities.cumsum(0) - probabilities < top_p  # the first id that passes top_p still belongs to the set
+        keep &= (
+            probabilities.cumsum(0) - probabilities < top_p
+        )  # the first id that passes top_p still belongs to the set
     return int(ids[torch.multinomial(probabilities * keep, 1, generator=rng)])
 
 
@@ -50,7 +52,11 @@ def generate(
         ("tokens", tokens, tokens >= 1),
     ):
         if not allowed:
-            raise UserError(f"{name} = {value} is out of range", f"--{name}", "temperature >= 0, top-k >= 1, 0 < top-p <= 1, tokens >= 1")
+            raise UserError(
+                f"{name} = {value} is out of range",
+                f"--{name}",
+                "temperature >= 0, top-k >= 1, 0 < top-p <= 1, tokens >= 1",
+            )
     device = next(model.parameters()).device
     rng = torch.Generator().manual_seed(seed)
     encoded = array("I")

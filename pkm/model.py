@@ -117,6 +117,10 @@ class Transformer(nn.Module):
             if block.memory is not None:
                 yield layer, block.memory  # type: ignore[misc]
 
+    def memory(self, layer: int) -> MemoryLayer:
+        """The memory of a layer counted from 1."""
+        return self.blocks[layer - 1].memory  # type: ignore[return-value]
+
     def hidden(self, ids: Tensor) -> Tensor:
         """ids (B, T) int64, T <= context -> hidden states (B, T, d) that the output layer reads."""
         mask = ids != PAD_ID

@@ -32,7 +32,9 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
     """
     file = directory / "config.yaml"
     if not file.is_file():
-        raise UserError("this is not a run directory: it holds no config.yaml", str(directory), "name a directory below runs/")
+        raise UserError(
+            "this is not a run directory: it holds no config.yaml", str(directory), "name a directory below runs/"
+        )
     config = load(file, overrides).config
     corpus = open_corpus(config.corpus.path)
     loaded = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep).load(checkpoint)

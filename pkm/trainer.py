@@ -7,11 +7,11 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from pkm import dist
@@ -64,18 +64,20 @@ def load_weights(model: Transformer, tensors: dict[str, Tensor]) -> None:
     model.load_state_dict(_below("model.", tensors))
 
 
-def train(config: Config, run: Run, corpus: Corpus, model: Transformer, optim: Optimizers, state: State) -> State:
+def train(
+    config: Config, run: Run, corpus: Corpus, model: Transformer, optim: Optimizers, state: State, stop: dist.StopFlag
+) -> State:
     """Go on from `state` to `optim.steps`, or to where the run is told to stop; a checkpoint is left in both cases."""
     settings, device = config.optim, next(model.parameters()).device
     dtype = pick_precision(config, device)
     scale = LossScale(active=dtype is torch.float16)
     scale.load(state.loss_scale or scale.record())
     batches = TrainingBatches(corpus.train, config.corpus.context, config.sequences, config.seed)
-    stop, clock = dist.StopFlag(), Clock(state.step, settings.steps)
-    stop.install()
+    clock = Clock(state.step, settings.steps)
     model.train()
+    run.status("running", state.step)
 
-    while state.step < settings.steps:
+    for _ in progress(run, state, settings.steps):
         step = state.step + 1
         logs = step % config.log.every_steps == 0 or step in (1, settings.steps)
 
@@ -146,6 +148,26 @@ def train(config: Config, run: Run, corpus: Corpus, model: Transformer, optim: O
             return state
 
     return state
+
+
+def progress(run: Run, state: State, steps: int) -> Iterator[None]:
+    """Once for each step to go; on a terminal a bar with the time left stands below the log lines."""
+    with Progress(
+        TextColumn(run.config.name),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("elapsed,"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+        TextColumn("left"),
+        console=run.console,
+        transient=True,
+        disable=not (run.console.is_terminal and dist.is_main()),
+    ) as bar:
+        task = bar.add_task("train", total=steps, completed=state.step)
+        while state.step < steps:
+            yield
+            bar.update(task, completed=state.step)
 
 
 def save(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus, state: State, best: bool) -> None:

@@ -1,7 +1,7 @@
 """Score a trained model: perplexity, memory usage, KL, words per second.
 
-    python scripts/evaluate.py runs/quickstart
-    python scripts/evaluate.py runs/quickstart --split valid --checkpoint latest --stride 64 --json
+python scripts/evaluate.py runs/quickstart
+python scripts/evaluate.py runs/quickstart --split valid --checkpoint latest --stride 64 --json
 """
 
 import argparse

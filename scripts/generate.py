@@ -1,7 +1,7 @@
 """Let a trained model go on from a prompt.
 
-    python scripts/generate.py runs/quickstart --prompt "The prime minister said"
-    python scripts/generate.py runs/quickstart --prompt-file - --top-p 0.9 --samples 3 < prompt.txt
+python scripts/generate.py runs/quickstart --prompt "The prime minister said"
+python scripts/generate.py runs/quickstart --prompt-file - --top-p 0.9 --samples 3 < prompt.txt
 """
 
 import argparse
@@ -19,7 +19,9 @@ def main() -> int:
     prompts.add_argument("--prompt", help="text to go on from")
     prompts.add_argument("--prompt-file", help="file that holds it; - for standard input")
     parser.add_argument("--tokens", type=int, default=100, help="BPE tokens to add (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the most likely (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 = always the most likely (default: %(default)s)"
+    )
     parser.add_argument("--top-k", type=int, help="sample from the k most likely only")
     parser.add_argument("--top-p", type=float, help="sample from the smallest set of that probability")
     parser.add_argument("--samples", type=int, default=1, help="how many (default: %(default)s)")
@@ -55,7 +57,9 @@ def read_prompt(name: str) -> str:
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the prompt cannot be read: {error}", name, "give a UTF-8 text file, or - for standard input") from None
+        raise UserError(
+            f"the prompt cannot be read: {error}", name, "give a UTF-8 text file, or - for standard input"
+        ) from None
 
 
 if __name__ == "__main__":

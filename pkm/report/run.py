@@ -37,7 +37,9 @@ def report(run: Run, config: Config, corpus: Corpus, model: Transformer) -> None
     run.say(text)
 
 
-def report_record(config: Config, model: Transformer, step: int, evaluation: Evaluation, speed: Speed) -> dict[str, Any]:
+def report_record(
+    config: Config, model: Transformer, step: int, evaluation: Evaluation, speed: Speed
+) -> dict[str, Any]:
     """What report.json holds."""
     return {
         "run": config.name,
@@ -68,7 +70,16 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
     ]
     text = f"# {record['run']}\n\n" + markdown_table(["", ""], model)
     if e.memories:
-        header = ["memory at layer", "usage %", "KL", "Gini", "top 50 % in", "top 90 % in", "top 99 % in", "slots two heads share"]
+        header = [
+            "memory at layer",
+            "usage %",
+            "KL",
+            "Gini",
+            "top 50 % in",
+            "top 90 % in",
+            "top 99 % in",
+            "slots two heads share",
+        ]
         rows = [
             (
                 str(layer),

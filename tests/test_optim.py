@@ -1,0 +1,125 @@
+import math
+
+import pytest
+import torch
+from tests.tiny import VOCAB_SIZE, tiny_config
+
+from pkm.config import DenseOptim
+from pkm.model import build_model
+from pkm.optim import LossScale, build_optimizers, learning_rate
+
+
+def rates(steps=100, **settings):
+    optim = DenseOptim(lr=1.0, **settings)
+    return [learning_rate(optim, step, steps) for step in range(1, steps + 1)]
+
+
+def test_inverse_sqrt_warms_up_linearly_then_falls_with_the_root_of_the_step():
+    lr = rates(schedule="inverse_sqrt", warmup_steps=10)
+    assert lr[:10] == pytest.approx([s / 10 for s in range(1, 11)])
+    assert lr[39] == pytest.approx(math.sqrt(10 / 40))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_cosine_and_linear_fall_from_the_peak_to_zero_at_the_last_step(schedule):
+    lr = rates(schedule=schedule, warmup_steps=20)
+    assert lr[19] == pytest.approx(1.0)
+    assert lr[59] == pytest.approx(0.5)
+    assert lr[99] == pytest.approx(0.0, abs=1e-12)
+    assert all(a >= b for a, b in zip(lr[19:], lr[20:], strict=False))
+
+
+def test_constant_stays_at_the_peak():
+    assert set(rates(schedule="constant", warmup_steps=0)) == {1.0}
+
+
+def test_no_schedule_exceeds_its_peak_or_divides_by_zero_without_warm_up():
+    for schedule in ("inverse_sqrt", "cosine", "linear", "constant"):
+        assert all(0 <= lr <= 1 for lr in rates(schedule=schedule, warmup_steps=0))
+
+
+def a_step(config, seed=3, micro_batches=1):
+    """Model and optimizers after backward over 8 windows."""
+    model = build_model(config, VOCAB_SIZE).train()
+    optim = build_optimizers(config.optim, model)
+    ids = torch.randint(14, VOCAB_SIZE, (8, 8), generator=torch.Generator().manual_seed(seed))
+    targets = ids.roll(-1, 1)
+    for rows in torch.arange(8).chunk(micro_batches):
+        (model(ids[rows], targets[rows]) / targets.numel()).backward()
+    return model, optim
+
+
+@pytest.mark.parametrize("update", ["dense", "sparse"])
+def test_accumulated_micro_batches_update_as_one_big_batch(update):
+    # LayerNorm on the query: BatchNorm's statistics are those of a micro-batch, as the README says.
+    config = tiny_config(memory={"query": {"norm": "layer"}}, optim={"values": {"update": update}})
+    weights = []
+    for micro_batches in (1, 4):
+        model, optim = a_step(config, micro_batches=micro_batches)
+        optim.step(1, optim.gradient_norms())
+        weights.append(model.state_dict())
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_values_group_holds_the_values_and_nothing_else():
+    config = tiny_config(optim={"values": {"update": "dense"}})
+    model = build_model(config, VOCAB_SIZE)
+    optim = build_optimizers(config.optim, model)
+    assert list(optim.groups["values"].parameters) == ["blocks.1.memory.values.weight"]
+    named = dict(model.named_parameters())
+    assert set(optim.groups["dense"].parameters) == set(named) - {"blocks.1.memory.values.weight"}
+
+
+def test_groups_follow_their_own_schedules():
+    config = tiny_config(optim={"dense": {"lr": 1.0, "warmup_steps": 10}, "values": {"lr": 0.5}})
+    optim = build_optimizers(config.optim, build_model(config, VOCAB_SIZE))
+    assert optim.learning_rates(5) == {"dense": 0.5, "values": 0.5}
+
+
+@pytest.mark.parametrize("update", ["dense", "sparse"])
+def test_each_group_is_clipped_to_its_own_norm(update):
+    config = tiny_config(optim={"dense": {"clip": 1e-3}, "values": {"update": update, "clip": 1e-4}})
+    _, optim = a_step(config)
+    norms = optim.gradient_norms()
+    assert norms["dense"] > 1e-3 and norms["values"] > 1e-4
+    optim.step(1, norms)  # the clipped gradients are still there after the update
+    assert optim.gradient_norms() == pytest.approx({"dense": 1e-3, "values": 1e-4}, rel=1e-2)
+
+
+def test_moments_of_another_shape_are_refused():
+    config = tiny_config()
+    optim = build_optimizers(config.optim, build_model(config, VOCAB_SIZE))
+    tensors = optim.state_tensors()
+    name = next(n for n in tensors if n.endswith("qkv.weight.exp_avg"))
+    with pytest.raises(ValueError, match=r"qkv\.weight\.exp_avg"):
+        optim.load_state_tensors({**tensors, name: tensors[name][:1]})
+
+
+def test_state_tensors_bring_an_optimizer_back_bit_for_bit():
+    config = tiny_config()
+    ended = []
+    for reload in (False, True):
+        model, optim = a_step(config)
+        optim.step(1, optim.gradient_norms())
+        if reload:
+            tensors = {name: t.clone() for name, t in optim.state_tensors().items()}
+            optim = build_optimizers(config.optim, model)
+            optim.load_state_tensors(tensors)
+        optim.clear()
+        ids = torch.randint(14, VOCAB_SIZE, (8, 8), generator=torch.Generator().manual_seed(9))
+        (model(ids, ids.roll(-1, 1)) / 64).backward()
+        optim.step(2, optim.gradient_norms())
+        ended.append({**model.state_dict(), **optim.state_tensors()})
+    assert all(torch.equal(ended[0][name], ended[1][name]) for name in ended[0])
+
+
+def test_a_loss_scale_halves_on_overflow_and_grows_after_clean_steps():
+    scale = LossScale(active=True)
+    scale.update(overflowed=True)
+    assert scale.value == LossScale.INITIAL / 2
+    for _ in range(LossScale.GROWTH_STEPS):
+        scale.update(overflowed=False)
+    assert scale.value == LossScale.INITIAL
+    other = LossScale(active=True)
+    other.load(scale.record())
+    assert other.record() == scale.record()

@@ -1,0 +1,63 @@
+"""Configs and corpora small enough for a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pkm.config import Config
+from pkm.corpus.store import ShardWriter, write_manifest
+from pkm.text.vocab import EOS_ID, FIRST_PIECE_ID, Vocab
+
+VOCAB_SIZE = 50
+
+
+def tiny_config(**sections: Any) -> Config:
+    """2 layers of width 16 with a memory of 8^2 slots at layer 2; `sections` replace or, as dicts, are merged in."""
+    base: dict[str, Any] = {
+        "name": "tiny",
+        "corpus": {"path": "prepared/tiny", "context": 8},
+        "model": {"layers": 2, "dim": 16, "heads": 2},
+        "memory": {"layers": [2], "sub_keys": 8, "heads": 2, "knn": 3, "query": {"dim": 8}},
+        "optim": {
+            "steps": 20,
+            "batch_tokens": 64,
+            "dense": {"lr": 1e-2, "warmup_steps": 5},
+            "values": {"lr": 1e-2},
+        },
+        "evaluate": {"every_steps": 10, "batch": 4},
+        "checkpoint": {"every_steps": 5},
+        "device": "cpu",
+        "threads": 1,
+    }
+    return Config.model_validate(_merge(base, sections))
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        merged[key] = _merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+    return merged
+
+
+def random_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
+    """A prepared corpus at `path`: `documents` train, 4 valid and 4 test documents of 40 tokens, with a pattern to learn."""
+    path.mkdir(parents=True)
+    (path / "codes").write_text("a b 1\n")
+    vocab = Vocab([f"{'w' if i % 2 else 'p'}{i}{'' if i % 2 else '@@'}" for i in range(VOCAB_SIZE - FIRST_PIECE_ID)])
+    vocab.save(path / "vocab")
+    rng = np.random.default_rng(seed)
+    shards = {}
+    for split, count in {"train": documents, "valid": 4, "test": 4}.items():
+        writer = ShardWriter(path, f"{split}-00000", vocab.size)
+        for _ in range(count):
+            ids = (rng.integers(0, 6) + np.arange(39) * rng.integers(1, 4)) % (
+                vocab.size - FIRST_PIECE_ID
+            ) + FIRST_PIECE_ID
+            writer.ids.extend([*ids.tolist(), EOS_ID])
+            writer.end_document(words=int(vocab.word_ends[ids].sum()), size=150)
+        shards[split] = [writer.close()]
+    write_manifest(path, shards, vocab, {"escape": False, "normalize": None}, {})
+    return path
