@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from tests.tiny import random_corpus
 
 

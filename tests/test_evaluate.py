@@ -3,11 +3,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.tiny import VOCAB_SIZE, tiny_config
 
 from pkm.corpus.store import open_corpus
 from pkm.evaluate import evaluate, measure_speed
 from pkm.model import build_model
+from tests.tiny import VOCAB_SIZE, tiny_config
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from tests.tiny import VOCAB_SIZE, tiny_config
 
 from pkm.model import IGNORE, build_model
 from pkm.text.vocab import PAD_ID
+from tests.tiny import VOCAB_SIZE, tiny_config
 
 
 def parameters(model):

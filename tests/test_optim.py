@@ -1,12 +1,13 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
-from tests.tiny import VOCAB_SIZE, tiny_config
 
 from pkm.config import DenseOptim
 from pkm.model import build_model
 from pkm.optim import LossScale, build_optimizers, learning_rate
+from tests.tiny import VOCAB_SIZE, tiny_config
 
 
 def rates(steps=100, **settings):
@@ -26,7 +27,7 @@ def test_cosine_and_linear_fall_from_the_peak_to_zero_at_the_last_step(schedule)
     assert lr[19] == pytest.approx(1.0)
     assert lr[59] == pytest.approx(0.5)
     assert lr[99] == pytest.approx(0.0, abs=1e-12)
-    assert all(a >= b for a, b in zip(lr[19:], lr[20:], strict=False))
+    assert all(a >= b for a, b in pairwise(lr[19:]))
 
 
 def test_constant_stays_at_the_peak():
