@@ -7,9 +7,9 @@ from array import array
 import torch
 from torch import Tensor
 
-from pkm.corpus.store import Corpus
 from pkm.errors import UserError
 from pkm.model import Transformer
+from pkm.text.encode import Encoder
 from pkm.text.vocab import EOS_ID, FIRST_PIECE_ID
 
 
@@ -32,7 +32,7 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
 @torch.no_grad()
 def generate(
     model: Transformer,
-    corpus: Corpus,
+    encoder: Encoder,
     prompt: str,
     tokens: int,
     temperature: float = 1.0,
@@ -60,7 +60,7 @@ def generate(
     device = next(model.parameters()).device
     rng = torch.Generator().manual_seed(seed)
     encoded = array("I")
-    corpus.encoder().encode(prompt, encoded)
+    encoder.encode(prompt, encoded)
     ids = [EOS_ID, *encoded[:-1]]  # the prompt's line goes on: without the </s> that ends it
     model.eval()
     for _ in range(tokens):
@@ -68,4 +68,4 @@ def generate(
         logits = model.logits(model.hidden(window)[0, -1]).float().cpu()
         logits[[i for i in range(FIRST_PIECE_ID) if i != EOS_ID]] = -torch.inf
         ids.append(pick(logits, temperature, top_k, top_p, rng))
-    return corpus.encoder().decode(ids[1:])
+    return encoder.decode(ids[1:])

@@ -14,7 +14,7 @@ from pkm.errors import UserError, exits_cleanly
 @exits_cleanly
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("run", type=Path, help="run directory, or what scripts/export.py wrote")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="text to go on from")
     prompts.add_argument("--prompt-file", help="file that holds it; - for standard input")
@@ -31,17 +31,24 @@ def main() -> int:
     args = parser.parse_args()
     prompt = args.prompt if args.prompt is not None else read_prompt(args.prompt_file)
 
+    from pkm.export import WEIGHTS, load_exported
     from pkm.generate import generate
     from pkm.trained import load_trained
 
-    trained = load_trained(args.run, args.checkpoint, (f"device={args.device}",))
+    overrides = (f"device={args.device}",)
+    if (args.run / WEIGHTS).is_file():
+        exported = load_exported(args.run, overrides)
+        model, encoder = exported.model, exported.encoder
+    else:
+        trained = load_trained(args.run, args.checkpoint, overrides)
+        model, encoder = trained.model, trained.corpus.encoder()
     for sample in range(args.samples):
         if sample:
             print("\n" + "-" * 40 + "\n")
         print(
             generate(
-                trained.model,
-                trained.corpus,
+                model,
+                encoder,
                 prompt,
                 args.tokens,
                 temperature=args.temperature,

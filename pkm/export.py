@@ -1,0 +1,77 @@
+"""A trained model in a directory of its own: weights in one safetensors file, its config, codes and vocabulary.
+
+    model.safetensors    every weight and running statistic, fp32 as trained
+    config.yaml          the run's config
+    codes  vocab  tokenizer.json    what turns text into its ids and back
+
+The directory needs neither the run nor the corpus it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from pkm.config import Config, load
+from pkm.configfile import dump
+from pkm.errors import UserError
+from pkm.files import atomic_write, explained, publish
+from pkm.model import Transformer, build_model
+from pkm.parallel import pick_device
+from pkm.text.bpe import Codes
+from pkm.text.encode import Encoder
+from pkm.text.vocab import Vocab
+from pkm.trained import Trained
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    config: Config
+    model: Transformer
+    encoder: Encoder
+
+
+def export(trained: Trained, directory: Path) -> None:
+    """Write `directory` whole; UserError if it is there already or cannot be written."""
+    if directory.exists():
+        raise UserError("is there already", str(directory), "name a directory that is not")
+    temporary = directory.with_name(directory.name + ".tmp")
+    with explained(directory):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in trained.model.state_dict().items()}
+        save_file(weights, temporary / WEIGHTS, metadata={"step": str(trained.step)})
+        for name in ("codes", "vocab"):
+            shutil.copy(trained.corpus.path / name, temporary / name)
+        atomic_write(temporary / "tokenizer.json", json.dumps(trained.corpus.manifest["tokenizer"], indent=1) + "\n")
+        atomic_write(temporary / "config.yaml", dump(trained.config))
+    publish(temporary, directory)
+
+
+def load_exported(directory: Path, overrides: tuple[str, ...] = ()) -> Exported:
+    """Read what `export` wrote; UserError where a file is missing or does not belong to the others."""
+    config = load(directory / "config.yaml", overrides).config
+    vocab = Vocab.load(directory / "vocab")
+    with explained(directory):
+        tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    encoder = Encoder(
+        Codes.load(directory / "codes"), vocab, escape=tokenizer["escape"], normalize=tokenizer["normalize"]
+    )
+    with torch.device("cpu"):
+        model = build_model(config, vocab.size)
+    try:
+        with explained(directory / WEIGHTS):
+            model.load_state_dict(load_file(directory / WEIGHTS))
+    except (SafetensorError, RuntimeError) as error:
+        raise UserError(
+            f"the weights do not fit the config: {error}", str(directory / WEIGHTS), "export again"
+        ) from None
+    return Exported(config, model.to(pick_device(config)).eval(), encoder)

@@ -1,0 +1,30 @@
+"""Write a trained model into a directory of its own: one safetensors file, config, codes and vocabulary.
+
+python scripts/export.py runs/quickstart exported/quickstart
+"""
+
+import argparse
+from pathlib import Path
+
+from pkm.errors import exits_cleanly
+
+
+@exits_cleanly
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("directory", type=Path, help="where to write; must not exist")
+    parser.add_argument("--checkpoint", default="best", help="best, latest or a step (default: %(default)s)")
+    args = parser.parse_args()
+
+    from pkm.export import export
+    from pkm.trained import load_trained
+
+    trained = load_trained(args.run, args.checkpoint, ("device=cpu",))
+    export(trained, args.directory)
+    print(f"step {trained.step} of {args.run} -> {args.directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
