@@ -71,6 +71,16 @@ def dump(config: BaseModel) -> str:
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
+def json_schema(schema: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schema of a file for editors: with `base`, and nothing required, since a base file may give it."""
+    whole = schema.model_json_schema()
+    for part in (whole, *whole.get("$defs", {}).values()):
+        part.pop("required", None)
+    base = {"type": "string", "description": "A YAML file, relative to this one, to start from; keys given here win."}
+    whole["properties"] = {"base": base, **whole["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
+
+
 class _Dumper(yaml.SafeDumper):
     """Sections as blocks, lists of plain values on one line."""
 
