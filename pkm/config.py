@@ -271,12 +271,20 @@ IMPOSSIBLE: list[Rule] = [
     (
         "memory.layers",
         _with_memory(lambda c, m: (m.layers is None) == (m.count is None)),
-        lambda c: "give either memory.layers or memory.count",
+        lambda c: (
+            "memory.count is given too" if c.memory and c.memory.count else "neither layers nor memory.count is given"
+        ),
         "write for example `layers: [5]` or `count: 1`, not both",
     ),
     (
         "memory.layers",
-        _with_memory(lambda c, m: m.layers is not None and (not m.layers or max(m.layers) > c.model.layers)),
+        _with_memory(lambda c, m: m.layers == ()),
+        lambda c: "an empty list names no layer",
+        "name a layer, or write `memory: null` for a dense model",
+    ),
+    (
+        "memory.layers",
+        _with_memory(lambda c, m: max(m.layers or (0,)) > c.model.layers),
         lambda c: (
             f"{list(c.memory_layers)} names a layer that is not there: the model has layers 1 to {c.model.layers}"
         ),

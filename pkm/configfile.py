@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel
 
-from pkm.allowed import Allowed, nearest
+from pkm.allowed import NULLS, Allowed, nearest
 from pkm.errors import UserError, UserErrors
 from pkm.schemacheck import Checked, check_tree
 from pkm.yamltree import Node, Place, Scalar, merge, parse
@@ -132,7 +132,7 @@ class _Reading:
         assert isinstance(tree.value, dict)
         base = tree.value.get("base")
         own = Node({key: child for key, child in tree.value.items() if key != "base"}, tree.place)
-        if base is None:
+        if base is None or (isinstance(base.value, Scalar) and base.value.plain and base.value.text in NULLS):
             return own
         if not isinstance(base.value, Scalar) or base.value.text == "":
             error = UserError("base must be the path of one YAML file", str(base.place), "write `base: other.yaml`")
@@ -173,6 +173,8 @@ class _Reading:
             return "settings have no dashes before them", f"write {key.lstrip('-')}={text}"
         if not all(re.fullmatch(r"[^\s=]+", part) for part in parts):
             return f"{key!r} is no dotted key", "write for example optim.dense.lr=3e-4"
+        if len(parts) > 1 and parts[-1].isdigit():
+            return "a list is replaced whole", f"write {'.'.join(parts[:-1])}=[...]"
         if parts == ["base"]:
             return "base is named in the file, not on the command line", "load another file, or set its keys"
         return None
@@ -203,7 +205,7 @@ def _nearest_files(path: Path) -> str:
     names = [p.name for p in folder.glob("*.y*ml")]
     guess = nearest(path.name, names) or nearest(path.name + ".yaml", names)
     if guess:
-        return f"did you mean {folder / guess}?"
+        return f"did you mean {guess}?"
     return f"{folder} holds {', '.join(sorted(names)[:8])}" if names else f"{folder} holds no YAML file"
 
 

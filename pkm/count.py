@@ -79,14 +79,13 @@ def _feed_forwards(config: Config) -> int:
 
 
 def _query_widths(memory: MemoryConfig, d: int) -> list[int]:
-    return [d, *memory.query.hidden, memory.heads * memory.query.dim]
+    return [d, *memory.query.hidden, memory.query.dim]
 
 
 def _query(memory: MemoryConfig, d: int) -> int:
-    """Linear maps with biases d -> hidden -> H x q, then weight and bias of the normalisation over the H x q."""
-    widths = _query_widths(memory, d)
-    linear = sum(a * b + b for a, b in pairwise(widths))
-    return linear + (0 if memory.query.norm == "none" else 2 * widths[-1])
+    """Each head's linear maps with biases, d -> hidden -> q; then weight and bias of the normalisation over the H x q."""
+    linear = sum(a * b + b for a, b in pairwise(_query_widths(memory, d)))
+    return memory.heads * (linear + (0 if memory.query.norm == "none" else 2 * memory.query.dim))
 
 
 def _keys(config: Config, memory: MemoryConfig) -> int:
@@ -108,7 +107,7 @@ class Flops:
     output: int
     """2 V d."""
     query: int
-    """2 x the products of the query network's widths."""
+    """2 H x the products of neighbouring widths of a head's query network."""
     search: int
     """Scores of all keys. Product: 2 H C q; flat: 2 H K q."""
     read: int
@@ -130,13 +129,13 @@ def flops(config: Config, vocab_size: int) -> Flops:
     """FLOPs per token of the model that `config` describes."""
     d, context = config.model.dim, config.corpus.context
     memory, memories = config.memory, len(config.memory_layers)
-    widths = _query_widths(memory, d) if memory else []
+    query = memory.heads * sum(a * b for a, b in pairwise(_query_widths(memory, d))) if memory else 0
     selected = memory.heads * memory.knn if memory else 0
     return Flops(
         attention=config.model.layers * (8 * d * d + 2 * d * (context + 1)),
         feed_forward=_feed_forwards(config) * 4 * d * config.ffn,
         output=2 * vocab_size * d,
-        query=memories * 2 * sum(a * b for a, b in pairwise(widths)),
+        query=memories * 2 * query,
         search=memories * 2 * _keys(config, memory) if memory else 0,
         read=memories * 2 * selected * d,
         search_backward=memories * 4 * selected * memory.query.dim if memory else 0,

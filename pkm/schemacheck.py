@@ -78,7 +78,7 @@ class _Reading:
         try:
             return allowed.read(node.value)
         except Mismatch as mismatch:
-            if "object" in allowed.kinds and found(node) == "nothing":
+            if "object" in allowed.kinds and found(node) in ("nothing", "null"):
                 return {}  # a section with nothing in it, or one taken away: its defaults
             fix = mismatch.fix
             if "object" in allowed.kinds and ":" in node.value.text:
@@ -137,8 +137,9 @@ def found(node: Node) -> str:
     if isinstance(node.value, dict):
         return "a section of keys"
     if isinstance(node.value, list):
-        return "a list" if node.value else "an empty list"
-    text, plain = node.value.text, node.value.plain
+        texts = [item.value.text for item in node.value if isinstance(item.value, Scalar)]
+        return f"[{', '.join(texts)}]" if len(texts) == len(node.value) <= 8 else "a list"
+    text, plain = " ".join(node.value.text.split()), node.value.plain
     if plain and text in ("", "~", "null", "Null", "NULL"):
         return "nothing" if text == "" else "null"
     shown = text if len(text) <= 60 else text[:57] + "..."
@@ -164,10 +165,8 @@ def _within(key: str, outer: str) -> bool:
 def _explain(key: str, problem: Any, tree: Node, root: Allowed, path: str) -> tuple[Place, UserError]:
     node, allowed, reached = _at(key, tree, root)
     place = node.place if reached else (node.place if node is not tree else Place(path, 0))
-    if problem["type"] == "missing":
-        description = allowed.schema.get("description", "").split("\n")[0]
-        fix = f"add `{key.rsplit('.', 1)[-1]}:` ({allowed.words})" + (f": {description}" if description else "")
-        return place, UserError(f"{key} is missing", str(place), fix)
+    if problem["type"] == "missing" and not reached:
+        return place, UserError(f"{key} is missing", str(place), _how_to_add(key, allowed))
     if problem["type"] == "value_error":
         return place, UserError(
             f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"]), str(place)
@@ -176,6 +175,13 @@ def _explain(key: str, problem: Any, tree: Node, root: Allowed, path: str) -> tu
     guess = allowed.nearest_choice(node.value.text) if isinstance(node.value, Scalar) else None
     advice = f"did you mean {guess}?" if guess else None
     return place, UserError(f"{key} must be {kind}{allowed.words}; found {found(node)}", str(place), advice)
+
+
+def _how_to_add(key: str, allowed: Allowed) -> str:
+    description = allowed.schema.get("description", "").split("\n")[0]
+    needed = [name for choice in allowed.choices for name in choice.get("required", ())]
+    holds = f"a section with {', '.join(needed)}" if needed else allowed.words
+    return f"add `{key.rsplit('.', 1)[-1]}:` ({holds})" + (f": {description}" if description else "")
 
 
 def _at(key: str, tree: Node, root: Allowed) -> tuple[Node, Allowed, bool]:

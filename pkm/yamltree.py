@@ -64,6 +64,10 @@ def parse(text: str, place: Callable[[int], Place], report: Report) -> Node | No
         at = place(text.count("\n", 0, error.position))
         report(at, UserError(f"the character U+{error.character:04X} cannot stand in YAML", str(at), "remove it"))
         return None
+    except RecursionError:
+        at = place(0)
+        report(at, UserError("sections or lists are nested too deeply", str(at), "remove brackets"))
+        return None
     return None if root is None else _Reading(place, report).node(root, place(root.start_mark.line))
 
 
