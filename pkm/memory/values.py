@@ -1,0 +1,83 @@
+"""The table of values: one row a slot, shared by all heads (paper 3.1, eq. 3), and the gradient of the rows that were read.
+
+Shapes: K slots, d model width, N tokens, J reads of a token (heads * k), U distinct rows read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pkm.memory.kernels import ops
+
+_tickets = itertools.count(1)
+
+
+class RowGradient(NamedTuple):
+    """Gradient of the rows that were read, and of no others."""
+
+    rows: Tensor
+    """(U,) int64, ascending, each row once."""
+    values: Tensor
+    """(U, d) fp32."""
+
+
+class Values(nn.Module):
+    """A table (K, d), initialised N(0, 1/d).
+
+    dense   (as built) `weight` is an ordinary parameter: backward leaves a K x d gradient in `weight.grad`
+    sparse  after `.collect_rows()`: `weight` has no `.grad`; backward leaves the compact gradient of the rows that were
+            read in `.gradient()`, summed over backward passes until `.clear_gradient()`
+    """
+
+    def __init__(self, slots: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(slots, dim).normal_(std=dim**-0.5))
+        self.ticket = 0
+        self._gradient: RowGradient | None = None
+
+    def collect_rows(self) -> None:
+        """From now on keep compact gradients of the rows that were read instead of `weight.grad`."""
+        self.weight.requires_grad_(False)
+        self.weight.grad = None
+        self.ticket = self.ticket or next(_tickets)
+        ops.RECEIVERS[self.ticket] = self
+
+    def read(self, indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Weighted sum of rows: indices (N, J) int32 or int64, weights (N, J) -> (N, d) in `dtype`, by default the table's.
+
+        An index below 0 reads nothing, leaves no gradient and touches no row.
+        """
+        if self.ticket and torch.is_grad_enabled() and not weights.requires_grad:
+            # Backward must pass here for the rows' sake even where nothing before needs a gradient.
+            weights = weights.detach().requires_grad_()
+        return ops.read(self.weight, indices, weights, self.ticket, dtype or self.weight.dtype)
+
+    def gradient(self) -> RowGradient | None:
+        """Sum over all backward passes since `.clear_gradient()`; None if no row was read."""
+        return self._gradient
+
+    def set_gradient(self, gradient: RowGradient | None) -> None:
+        """Put another in its place, for instance the sum over ranks."""
+        self._gradient = gradient
+
+    def clear_gradient(self) -> None:
+        self._gradient = None
+
+    def receive(self, rows: Tensor, values: Tensor) -> None:
+        """Add the gradient of one backward pass: rows (U,) ascending and distinct, values (U, d)."""
+        if len(rows):
+            new = RowGradient(rows, values)
+            self._gradient = new if self._gradient is None else add_rows(self._gradient, new)
+
+
+def add_rows(a: RowGradient, b: RowGradient) -> RowGradient:
+    """Sum of two compact gradients; the same bits on every run, since each row takes part once in each addition."""
+    rows = torch.cat([a.rows, b.rows]).unique()
+    values = torch.zeros(len(rows), a.values.shape[1], dtype=a.values.dtype, device=a.values.device)
+    for part in (a, b):
+        values.index_add_(0, torch.searchsorted(rows, part.rows), part.values)
+    return RowGradient(rows, values)
