@@ -188,8 +188,9 @@ class Checkpoints:
     def _retain(self, saved: int) -> None:
         """Remove what is older than the `keep` newest intact checkpoints; the best and the one just saved stay."""
         intact = [step for step in reversed(self.steps()) if self._intact(step)][: self.keep]
+        best = self._best()
         for step in self.steps():
-            if step < min(intact) and step not in (saved, self._best()):
+            if step < min(intact) and step not in (saved, best):
                 doomed = self.directory(step)
                 doomed.rename(doomed.with_name(doomed.name + ".tmp"))
                 faults.point("checkpoint:in-retention")
@@ -224,20 +225,25 @@ class Checkpoints:
             else:
                 files.atomic_write(self.root / name, self.directory(step).name + "\n")
 
-    def _best(self, until: int | None = None) -> int | None:
-        """Step of the best checkpoint saved up to step `until`.
-
-        A save may be killed between its rename and its pointers, so the manifests are asked too.
-        """
-        steps = [step for step in self.steps() if until is None or step <= until]
-        best = [step for step in steps if _says_best(self.directory(step))]
+    def _best(self) -> int | None:
+        """Step of the best checkpoint, by the pointer; by the manifests if there is none that can be used."""
         try:
             match = _NAME.fullmatch((self.root / "best").read_text().strip())
-        except OSError:
+        except (OSError, ValueError):
             match = None
-        if match and int(match[1]) in steps:
-            best.append(int(match[1]))
-        return max(best, default=None)
+        if match and self.directory(int(match[1])).is_dir():
+            return int(match[1])
+        marked = (step for step in reversed(self.steps()) if _says_best(self.directory(step)))
+        return next(filter(self._intact, marked), None)
+
+    def _put_right(self, latest: int) -> None:
+        """Make the pointers what they were when the checkpoint of step `latest` was the newest.
+
+        A save may have been killed between its rename and its pointers, and later checkpoints may be damaged.
+        """
+        pointed = self._best()
+        best = [step for step in self.steps() if step == pointed or _says_best(self.directory(step))]
+        self._point(latest, max((step for step in best if step <= latest), default=None))
 
     # ---- load -------------------------------------------------------------------------------------------------
 
@@ -251,7 +257,7 @@ class Checkpoints:
             self.warn(f"{leftover} is half-written (its save was killed) and is ignored")
         loaded = self._newest()
         if loaded is not None:
-            self._point(loaded.step, self._best(until=loaded.step))
+            self._put_right(loaded.step)
         return loaded
 
     def _newest(self) -> Loaded | None:

@@ -1,0 +1,75 @@
+"""Run something in a forked child: to have it killed, or to have it run without root's powers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+NOBODY = 65534
+
+
+def exit_code_of(action: Callable[[], object]) -> int:
+    """Run `action` in a child: 0 if it returned, 1 if it raised (traceback on stderr), -N if signal N killed it."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def error_of(action: Callable[[], object], kind: type[Exception], before: Callable[[], object] = lambda: None) -> str:
+    """The message of the `kind` that `action` raises in a child in which `before` ran; "" if it raises none."""
+    with tempfile.TemporaryFile() as file:
+
+        def run() -> None:
+            before()
+            try:
+                action()
+            except kind as error:
+                os.pwrite(file.fileno(), str(error).encode(), 0)
+
+        assert exit_code_of(run) == 0
+        return file.read().decode()
+
+
+def without_root() -> None:
+    """Give up root's right to ignore permissions."""
+    if os.geteuid() == 0:
+        os.setegid(NOBODY)
+        os.seteuid(NOBODY)
+
+
+@contextmanager
+def open_to_all() -> Iterator[Path]:
+    """A temporary directory that an ordinary user can reach (pytest's own cannot be)."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o777)
+        yield Path(name)
+
+
+@contextmanager
+def small_disk(path: Path, kilobytes: int) -> Iterator[Path]:
+    """A file system of that size at `path`; skips the test where none can be mounted."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(path)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting a small disk needs root: {error}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
