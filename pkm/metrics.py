@@ -63,13 +63,14 @@ class Metrics:
     def cut(self, step: int) -> None:
         """Drop every record of a later step, and lines that are no records, and draw the curves anew from the rest.
 
-        For a run that goes on from the checkpoint of `step`: what comes after it will be written again.
+        For a run that goes on from the checkpoint of `step`: what comes after it will be written again. That includes
+        the test record of the same step, which is measured on the last checkpoint.
         """
         if not dist.is_main():
             return
         self.close()
         with files.explained(self.path):
-            kept = [record for record in read(self.path) if record["step"] <= step]
+            kept = [r for r in read(self.path) if r["step"] < step + (r["kind"] != "test")]
             text = "".join(json.dumps(record) + "\n" for record in kept).encode()
             if self.path.exists() and self.path.read_bytes() != text:
                 files.atomic_write(self.path, text)
@@ -94,7 +95,12 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int):
+            if (
+                line.endswith(b"\n")
+                and isinstance(record, dict)
+                and isinstance(record.get("step"), int)
+                and "kind" in record
+            ):
                 yield record
 
 

@@ -80,6 +80,16 @@ def test_a_cut_drops_lines_that_are_no_whole_records(tmp_path, half):
     assert records(tmp_path) == [(1, 0.125), (2, 0.25)]
 
 
+def test_a_cut_at_the_last_step_drops_its_test_record_which_will_be_measured_again(tmp_path):
+    metrics = written(tmp_path, [1, 2])
+    metrics.write(2, "test", loss=7.0)
+    metrics.cut(2)
+    assert records(tmp_path) == [(1, 0.125), (2, 0.25)]
+    metrics.write(2, "test", loss=7.0)
+    metrics.cut(3)
+    assert records(tmp_path) == [(1, 0.125), (2, 0.25), (2, 7.0)]
+
+
 def test_a_cut_that_drops_nothing_leaves_the_file_alone(tmp_path):
     metrics = written(tmp_path, [1, 2])
     before = (tmp_path / "metrics.jsonl").stat()
