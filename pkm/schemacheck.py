@@ -32,7 +32,8 @@ def check_tree(tree: Node, schema: type[BaseModel], path: str, complete: bool = 
     except ValidationError as error:
         for problem in error.errors(include_url=False):
             key = _key(problem["loc"], data)
-            if any(_within(key, wrong) for wrong in bad):
+            # A setting is reported once: not again for what it holds, nor for what holds it.
+            if any(_within(key, wrong) or (_within(wrong, key) and problem["type"] != "missing") for wrong in bad):
                 continue
             bad.add(key)
             if any(_within(key, guess) for guess in reading.guessed):

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from pkm.config import Config
 from pkm.configfile import json_schema
+from pkm.corpus.settings import PrepareConfig
 from pkm.errors import exits_cleanly
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SCHEMAS = {"configs/schema.json": Config}
+SCHEMAS = {"configs/schema.json": Config, "data/schema.json": PrepareConfig}
 
 
 @exits_cleanly
