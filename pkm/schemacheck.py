@@ -172,10 +172,12 @@ def _explain(key: str, problem: Any, tree: Node, root: Allowed, path: str) -> tu
         return place, UserError(
             f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"]), str(place)
         )
-    kind = "finite, " if problem["type"] == "finite_number" else ""
+    words = allowed.words
+    if problem["type"] == "finite_number":
+        words = words.replace("a number", "a finite number")
     guess = allowed.nearest_choice(node.value.text) if isinstance(node.value, Scalar) else None
     advice = f"did you mean {guess}?" if guess else None
-    return place, UserError(f"{key} must be {kind}{allowed.words}; found {found(node)}", str(place), advice)
+    return place, UserError(f"{key} must be {words}; found {found(node)}", str(place), advice)
 
 
 def _how_to_add(key: str, allowed: Allowed) -> str:

@@ -241,9 +241,9 @@ class TestScalars:
     @pytest.mark.parametrize(
         ("line", "says"),
         [
-            ("sugar: .inf", "sugar must be finite, a number > 0; found .inf"),
-            ("sugar: .nan", "sugar must be a number > 0; found .nan"),
-            ("sugar: 1e400", "sugar must be finite, a number > 0; found 1e400"),
+            ("sugar: .inf", "sugar must be a finite number > 0; found .inf"),
+            ("sugar: .nan", "sugar must be a finite number > 0; found .nan"),
+            ("sugar: 1e400", "sugar must be a finite number > 0; found 1e400"),
             ("glaze: lemmon", "glaze must be one of: lemon, cocoa, none; found lemmon\n  fix: did you mean lemon?"),
             ("glaze: off", "glaze must be one of: lemon, cocoa, none; found off\n  fix: did you mean none?"),
             ("glaze: null", "glaze must be one of: lemon, cocoa, none; found null\n  fix: write none"),
@@ -271,9 +271,9 @@ class TestScalars:
     @given(st.floats(min_value=1e-300, max_value=1e300))
     @settings(max_examples=50)
     def test_every_float_comes_back(self, number: float) -> None:
-        assert load(
-            f"name: x\neggs: 1000000\nsugar: {number!r}\n", f"sugar={number!r}", f"sugar={min(number, 9)!r}"
-        ).config
+        resolved = configfile.load(write(f"name: x\neggs: 1\nsugar: {number!r}\n"), (), Cake)
+        assert resolved.config.sugar == number
+        assert configfile.load(write(resolved.yaml), (), Cake).config.sugar == number
 
 
 class TestSyntax:
