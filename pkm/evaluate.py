@@ -19,6 +19,7 @@ from pkm.corpus.store import Corpus, Split
 from pkm.memory.usage import Usage, UsageMeter
 from pkm.model import Transformer
 from pkm.parallel import autocast, pick_precision
+from pkm.text.vocab import PAD_ID
 
 WARM_UP_BATCHES = 3
 
@@ -74,7 +75,7 @@ def evaluate(
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
-            reads = (wanted != IGNORE).flatten()
+            reads = (wanted != IGNORE)[ids != PAD_ID]  # a memory records the tokens that are not padding
             for layer, memory in model.memories():
                 indices, weights = memory.selection
                 meters[layer].update(indices[reads], weights[reads])
