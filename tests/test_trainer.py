@@ -1,0 +1,137 @@
+import json
+
+import pytest
+import torch
+
+from pkm import configfile, dist, trainer
+from pkm.checkpoint import Checkpoints
+from pkm.corpus.store import open_corpus
+from pkm.errors import UserError
+from pkm.evaluate import evaluate
+from pkm.metrics import read
+from pkm.model import Transformer, build_model
+from pkm.optim import build_optimizers
+from pkm.run import Run
+from pkm.trained import load_trained
+from tests.tiny import random_corpus, tiny_config
+
+
+@pytest.fixture
+def train(tiny_corpus_path, tmp_path):
+    """Runs a config as train.py does; returns (model, optimizers, state, run directory)."""
+
+    def go(**sections):
+        config = tiny_config(corpus={"path": str(tiny_corpus_path)}, runs=str(tmp_path / "runs"), **sections)
+        corpus = open_corpus(config.corpus.path)
+        with Run.open(config, configfile.dump(config)) as run:
+            model = build_model(config, corpus.vocab.size)
+            optim = build_optimizers(config.optim, model)
+            state = trainer.restore(run, model, optim, corpus)
+            state = trainer.train(config, run, corpus, model, optim, state, dist.StopFlag())
+        return model, optim, state, config.directory
+
+    return go
+
+
+def everything(model, optim):
+    return {**model.state_dict(), **{f"optim.{name}": t for name, t in optim.state_tensors().items()}}
+
+
+@pytest.fixture
+def nan_at(monkeypatch):
+    """Makes the loss of the given forward passes in training (from 1) NaN, after BatchNorm saw the batch."""
+
+    def inject(passes):
+        forward, count = Transformer.forward, iter(range(1, 10**6))
+
+        def poisoned(self, ids, targets):
+            loss = forward(self, ids, targets)
+            return loss * float("nan") if self.training and next(count) in passes else loss
+
+        monkeypatch.setattr(Transformer, "forward", poisoned)
+
+    return inject
+
+
+def test_a_model_learns(train):
+    _, _, _, directory = train(optim={"steps": 60})
+    losses = [r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_metrics_carry_what_a_researcher_looks_for(train):
+    _, _, _, directory = train()
+    records = list(read(directory / "metrics.jsonl"))
+    last = [r for r in records if r["kind"] == "train"][-1]
+    assert last["step"] == 20 and set(last["lr"]) == set(last["gradient_norm"]) == {"dense", "values"}
+    assert last["tokens_per_second"] > 0 and last["peak_memory_bytes"] > 0 and last["skipped"] == 0
+    assert 0 < last["memories"]["2"]["usage"] <= 100 and last["memories"]["2"]["kl"] >= 0
+    valid = [r for r in records if r["kind"] == "valid"]
+    assert [r["step"] for r in valid] == [10, 20] and valid[0]["perplexity"] > valid[1]["perplexity"]
+
+
+def test_a_skipped_step_leaves_no_trace_but_its_number(train, nan_at, tmp_path):
+    model, optim, _, _ = train(name="four", optim={"steps": 4})
+    before = {name: t.clone() for name, t in everything(model, optim).items()}
+    nan_at({5 - 4})  # the one step that the longer run still has to do
+    model, optim, state, _ = train(name="four", optim={"steps": 5})
+    assert (state.step, state.skipped, state.skipped_in_a_row) == (5, 1, 1)
+    after = everything(model, optim)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_too_many_skipped_steps_stop_the_run_and_leave_the_last_good_checkpoint(train, nan_at, tmp_path):
+    nan_at(set(range(8, 100)))
+    with pytest.raises(UserError, match=r"3 steps in a row.*not finite"):
+        train(optim={"max_skipped": 3})
+    directory = tmp_path / "runs" / "tiny"
+    assert Checkpoints(directory / "checkpoints", keep=3).load("latest").step == 5
+    assert json.loads((directory / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_nan_between_good_steps_does_not_spoil_training(train, nan_at):
+    nan_at({3, 7})
+    model, _, state, _ = train()
+    assert state.skipped == 2 and state.skipped_in_a_row == 0
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_accumulation_takes_the_same_steps_as_one_big_batch(train):
+    # LayerNorm on the query: BatchNorm's statistics are those of a micro-batch.
+    memory = {"query": {"norm": "layer"}}
+    losses = []
+    for name, micro_batch in (("whole", None), ("parts", 3)):
+        _, _, _, directory = train(
+            name=name, memory=memory, optim={"steps": 8, "micro_batch": micro_batch}, log={"every_steps": 1}
+        )
+        losses.append([r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_best_is_the_checkpoint_with_the_lowest_validation_loss(train):
+    _, _, state, directory = train(optim={"steps": 40, "dense": {"lr": 0.05}})
+    valid = {r["step"]: r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "valid"}
+    best = load_trained(directory, "best")
+    assert valid[best.step] == min(valid.values()) == state.best_loss
+    again = evaluate(best.model, best.corpus, best.corpus.valid, best.config, best.config.evaluate.documents)
+    assert again.loss == pytest.approx(state.best_loss, rel=1e-6)
+
+
+def test_another_corpus_than_the_run_began_with_is_refused(train, tmp_path, tiny_corpus_path):
+    _, _, _, directory = train()
+    other = random_corpus(tmp_path / "other", seed=5)
+    with pytest.raises(UserError, match="another corpus"):
+        load_trained(directory, "best", (f"corpus.path={json.dumps(str(other))}",))
+
+
+def test_a_dense_model_trains_without_a_values_group(train):
+    _, optim, _, directory = train(memory=None, optim={"steps": 3})
+    assert list(optim.groups) == ["dense"]
+    assert (directory / "metrics.jsonl").read_text().count('"memories": {}') >= 1
+
+
+def test_time_left_counts_training_only():
+    clock = trainer.Clock(step=10, steps=20)
+    clock.seconds, clock.step = 5.0, 15
+    assert clock.left() == pytest.approx(5.0)
+    assert trainer.duration(3725) == "1:02:05" and trainer.duration(59.6) == "1:00"
