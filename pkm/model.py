@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pkm.config import Config, ModelConfig
+from pkm.loss import linear_cross_entropy
 from pkm.memory.layer import MemoryLayer
 from pkm.text.vocab import PAD_ID
 
-IGNORE = -100  # a target that is not scored
 LAYER_NORM_EPS = 1e-12  # XLM's
 
 
@@ -136,8 +136,8 @@ class Transformer(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood in nats, fp32, summed over the targets that are not IGNORE; ids, targets (B, T) int64."""
-        logits = self.logits(self.hidden(ids))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        hidden = self.hidden(ids).flatten(0, 1)
+        return linear_cross_entropy(hidden, self.tokens.weight, self.output_bias, targets.flatten())
 
 
 def build_model(config: Config, vocab_size: int) -> Transformer:

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from pkm.model import IGNORE, build_model
+from pkm.corpus.batches import IGNORE
+from pkm.model import build_model
 from pkm.text.vocab import PAD_ID
 from tests.tiny import VOCAB_SIZE, tiny_config
 

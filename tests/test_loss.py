@@ -1,0 +1,55 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pkm import loss
+from pkm.corpus.batches import IGNORE
+from pkm.loss import linear_cross_entropy
+
+
+def inputs(dtype=torch.float64, n=13, d=5, v=11):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*s, generator=generator, dtype=dtype) for s in ((n, d), (v, d), (v,)))
+    targets = torch.randint(0, v, (n,), generator=generator)
+    targets[[2, 7]] = IGNORE
+    return [t.requires_grad_() for t in (hidden, weight, bias)], targets
+
+
+@pytest.mark.parametrize("chunk_logits", [11, 40, 10_000])
+def test_loss_and_gradients_are_those_of_cross_entropy_over_all_logits(chunk_logits, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_logits)
+    found = []
+    for f in (linear_cross_entropy, lambda h, w, b, t: F.cross_entropy(F.linear(h, w, b), t, reduction="sum")):
+        tensors, targets = inputs()
+        nll = f(*tensors, targets)
+        (nll * 0.25).backward()
+        found.append([nll.detach().double(), *(t.grad for t in tensors)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def test_only_targets_that_are_scored_count():
+    tensors, targets = inputs()
+    targets[:] = IGNORE
+    nll = linear_cross_entropy(*tensors, targets)
+    nll.backward()
+    assert nll == 0 and all((t.grad == 0).all() for t in tensors)
+
+
+def test_under_autocast_the_loss_stays_fp32_and_gradients_close():
+    tensors, targets = inputs(torch.float32, n=64, d=32, v=50)
+    exact = linear_cross_entropy(*tensors, targets)
+    exact.backward()
+    wanted = tensors[1].grad.clone()
+    tensors[1].grad = None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nll = linear_cross_entropy(*tensors, targets)
+    nll.backward()
+    assert nll.dtype == torch.float32
+    torch.testing.assert_close(nll, exact, rtol=1e-2, atol=0)
+    assert (tensors[1].grad - wanted).norm() < 2e-2 * wanted.norm()
+
+
+def test_no_gradient_is_worked_out_at_evaluation():
+    tensors, targets = inputs()
+    with torch.no_grad():
+        assert not linear_cross_entropy(*tensors, targets).requires_grad
