@@ -35,6 +35,8 @@ class Part(BaseModel):
 
 
 class CorpusConfig(Part):
+    """What is read."""
+
     path: Where
     """Prepared corpus: the directory that scripts/prepare.py wrote."""
     context: Positive = 256
@@ -42,6 +44,8 @@ class CorpusConfig(Part):
 
 
 class ModelConfig(Part):
+    """The transformer."""
+
     layers: Positive = 12
     """Transformer blocks, L."""
     dim: Positive = 1024
@@ -61,6 +65,8 @@ class ModelConfig(Part):
 
 
 class QueryConfig(Part):
+    """The query network: what a token asks a memory."""
+
     dim: Positive = 512
     """Query size d_q of one head (product keys compare its two halves)."""
     hidden: tuple[Positive, ...] = ()
@@ -70,6 +76,8 @@ class QueryConfig(Part):
 
 
 class MemoryConfig(Part):
+    """Product-key memories, all alike."""
+
     layers: tuple[Positive, ...] | None = None
     """Blocks that hold a memory, counted from 1."""
     count: Positive | None = None
@@ -92,6 +100,8 @@ class MemoryConfig(Part):
 
 
 class DenseOptim(Part):
+    """Adam of everything but the memories' values."""
+
     lr: Rate = 2.5e-4
     """Peak learning rate of everything but the memories' values."""
     betas: Betas = (0.9, 0.98)
@@ -109,6 +119,8 @@ class DenseOptim(Part):
 
 
 class ValuesOptim(Part):
+    """Adam of the memories' values."""
+
     lr: Rate = 1e-3
     """Peak learning rate of the memories' values."""
     betas: Betas = (0.9, 0.999)
@@ -131,6 +143,8 @@ class ValuesOptim(Part):
 
 
 class OptimConfig(Part):
+    """How long, on how much at a time, and by which updates the model learns."""
+
     steps: Positive
     """Updates of a run."""
     batch_tokens: Positive
@@ -143,12 +157,25 @@ class OptimConfig(Part):
     """Steps skipped in a row, because loss or gradient was not finite, that stop the run."""
 
 
+class ProfileConfig(Part):
+    from_step: Positive = 20
+    """First step that is recorded."""
+    steps: Positive = 3
+    """Steps that are recorded, into profile-NNNNNNN.json of the run directory (chrome://tracing, Perfetto)."""
+
+
 class ParallelConfig(Part):
+    """How ranks share the work."""
+
     values: Literal["replicated", "sharded"] = "replicated"
     """Every rank holds the values whole, or each d/R columns of every slot."""
+    activation_checkpointing: bool = False
+    """Keep only each block's input for backward and compute the rest again: less memory, about a third more time."""
 
 
 class CheckpointConfig(Part):
+    """When a run is saved, and what is kept."""
+
     every_steps: Positive = 1000
     """Steps between checkpoints; one more is written at the end and when the run is told to stop."""
     keep: Positive = 3
@@ -156,6 +183,8 @@ class CheckpointConfig(Part):
 
 
 class EvaluateConfig(Part):
+    """When and on what a model is scored."""
+
     every_steps: Positive = 1000
     """Steps between evaluations on the validation split."""
     documents: Positive | None = 200
@@ -167,6 +196,8 @@ class EvaluateConfig(Part):
 
 
 class LogConfig(Part):
+    """What is written while a run goes on."""
+
     every_steps: Positive = 10
     """Steps between log lines."""
     tensorboard: bool = True
@@ -187,8 +218,14 @@ class Config(Part):
     memory: MemoryConfig | None = None
     """Absent = a dense model."""
     optim: OptimConfig
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of matrix products; auto = bf16 on GPUs that have it, else fp32."""
+    max_minutes: Rate | None = None
+    """Save and stop in time to be done after so many minutes, as a cluster's time limit asks; null = no limit."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Of matrix products; auto = bf16 on GPUs that have it, else fp32. tf32 = fp32 with a GPU's shorter products."""
+    compile: bool = False
+    """torch.compile the blocks: faster after a minute or more at the start."""
+    profile: ProfileConfig | None = None
+    """Record some steps with torch's profiler; null = none."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto = cuda, mps, cpu: the first there is."""
     threads: Positive | None = None
@@ -235,7 +272,7 @@ def memory_interval(layers: int, count: int) -> int:
 
 
 # What may change when a run is resumed: nothing here alters the numbers of a step.
-MAY_CHANGE = ("name", "runs", "corpus.path", "device", "checkpoint", "evaluate", "log")
+MAY_CHANGE = ("name", "runs", "corpus.path", "device", "max_minutes", "profile", "checkpoint", "evaluate", "log")
 # Schedules whose learning rate at a step does not depend on how many steps follow: such a run may be made longer.
 OPEN_ENDED = ("inverse_sqrt", "constant")
 
