@@ -33,20 +33,17 @@ def main() -> int:
         return 0
 
     # Only now what takes seconds to import.
-    import torch
-
     from pkm import dist
     from pkm.corpus.store import open_corpus
     from pkm.model import build_model
     from pkm.optim import build_optimizers
-    from pkm.parallel import pick_device
+    from pkm.parallel import pick_device, prepare, set_up
     from pkm.report.run import report
     from pkm.run import Run
     from pkm.trainer import restore, train
 
     device = pick_device(config)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    set_up(config, device)
     dist.start(device)
     stop = dist.StopFlag().install()  # SIGTERM, SIGUSR1, Ctrl-C or a file STOP: save, then leave
 
@@ -55,7 +52,7 @@ def main() -> int:
         if run.is_finished():
             run.say(f"{run.directory} is finished; its report is {run.directory}/report.md")
             return 0
-        model = build_model(config, corpus.vocab.size).to(device)
+        model = prepare(build_model(config, corpus.vocab.size).to(device), config)
         optim = build_optimizers(config.optim, model)
         state = restore(run, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
         state = train(config, run, corpus, model, optim, state, stop)

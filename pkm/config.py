@@ -161,7 +161,7 @@ class ProfileConfig(Part):
     from_step: Positive = 20
     """First step that is recorded."""
     steps: Positive = 3
-    """Steps that are recorded, into profile-NNNNNNN.json of the run directory (chrome://tracing, Perfetto)."""
+    """Steps that are recorded, each into profile-STEP-rankR.json of the run directory (for Perfetto)."""
 
 
 class ParallelConfig(Part):

@@ -20,7 +20,7 @@ SPECIAL_IDS = 14
 PAPER_VOCABULARY = 60_000 + SPECIAL_IDS
 """BPE splits of the paper; what is counted with as long as there is no prepared corpus."""
 FP32 = 4
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6, "auto": 4}
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6, "auto": 4}
 
 
 @dataclass(frozen=True)

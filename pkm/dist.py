@@ -18,7 +18,7 @@ from pkm.errors import UserError
 T = TypeVar("T")
 STOP_FILE = "STOP"
 # Why a run was told to stop; the position is what the ranks agree on, so the last one wins where they differ.
-REASONS = (None, f"{STOP_FILE} file", "SIGUSR1", "SIGINT", "SIGTERM")
+REASONS = (None, "time limit", f"{STOP_FILE} file", "SIGUSR1", "SIGINT", "SIGTERM")
 
 
 def rank() -> int:
@@ -129,8 +129,12 @@ class StopFlag:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
-        if REASONS.index(name) > REASONS.index(self.reason):
-            self.reason = name
+        self.ask(name)
+
+    def ask(self, reason: str) -> None:
+        """Ask for a stop from inside the run; `reason` is one of REASONS."""
+        if REASONS.index(reason) > REASONS.index(self.reason):
+            self.reason = reason
 
     def requested(self, run_directory: Path) -> str | None:
         """Why the run has to stop ("SIGTERM", "SIGINT", "SIGUSR1", "STOP file"), or None.

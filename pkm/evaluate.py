@@ -96,10 +96,10 @@ def evaluate(
 def measure_speed(model: Transformer, corpus: Corpus, split: Split, config: Config, seconds: float = 10.0) -> Speed:
     """Words and BPE tokens per second at inference, over `split`, for at most about `seconds` after a warm-up."""
     device = next(model.parameters()).device
-    dtype = pick_precision(config, device)
+    precision = pick_precision(config, device)
     word_ends = corpus.vocab.word_ends
     tokens = words = 0
-    with _inference(model), autocast(device, dtype):
+    with _inference(model), autocast(device, precision):
         for inputs, targets in islice(_batches(split, config, None), WARM_UP_BATCHES):
             model(_to(model, inputs), _to(model, targets))
         _wait(device)
@@ -120,7 +120,7 @@ def measure_speed(model: Transformer, corpus: Corpus, split: Split, config: Conf
         words_per_second=words / elapsed,
         tokens_per_second=tokens / elapsed,
         device=name,
-        precision=str(dtype).removeprefix("torch."),
+        precision=precision,
         batch_windows=config.evaluate.batch,
         context=config.corpus.context,
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pkm.config import Config, ModelConfig
 from pkm.loss import linear_cross_entropy
@@ -94,12 +95,15 @@ class Transformer(nn.Module):
 
     Embeddings of tokens (tied with the output, which adds a bias) and of learned positions, a LayerNorm over their sum
     as in XLM, the blocks, and with pre-norm one more LayerNorm before the output.
+
+    recompute    in training keep only each block's input, and run it again in backward
     """
 
     def __init__(self, config: Config, vocab_size: int):
         super().__init__()
         model = config.model
         self.context = config.corpus.context
+        self.recompute = False
         self.tokens = nn.Embedding(vocab_size, model.dim)
         self.positions = nn.Embedding(self.context, model.dim)
         self.embedding_norm = nn.LayerNorm(model.dim, eps=LAYER_NORM_EPS)
@@ -127,7 +131,8 @@ class Transformer(nn.Module):
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         x = self.dropout(self.embedding_norm(x))
         for block in self.blocks:
-            x = block(x, mask)
+            again = self.recompute and self.training
+            x = checkpoint(block, x, mask, use_reentrant=False) if again else block(x, mask)
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

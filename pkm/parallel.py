@@ -1,4 +1,4 @@
-"""Where a run computes and in which precision."""
+"""Where a run computes, in which precision, and how its blocks are run: compiled, or with their activations recomputed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,21 @@ import torch
 
 from pkm.config import Config
 from pkm.errors import UserError
+from pkm.model import Transformer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Dense peak of matrix products, FLOP/s, by a part of the card's name and dtype (vendors' data sheets).
+PEAKS = {
+    "H200": {"bf16": 989e12, "fp16": 989e12, "tf32": 495e12, "fp32": 67e12},
+    "H100 PCIe": {"bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51e12},
+    "H100": {"bf16": 989e12, "fp16": 989e12, "tf32": 495e12, "fp32": 67e12},
+    "A100": {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
+    "V100": {"fp16": 125e12, "fp32": 15.7e12},
+    "L40S": {"bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12},
+    "RTX 4090": {"bf16": 165e12, "fp16": 165e12, "tf32": 82.6e12, "fp32": 82.6e12},
+    "RTX 3090": {"bf16": 71e12, "fp16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12},
+}
 
 
 def pick_device(config: Config) -> torch.device:
@@ -22,16 +35,45 @@ def pick_device(config: Config) -> torch.device:
     return torch.device(kind)
 
 
-def pick_precision(config: Config, device: torch.device) -> torch.dtype:
-    """dtype of matrix products: `config.precision`, or for `auto` bf16 on a GPU that has it, else fp32."""
+def pick_precision(config: Config, device: torch.device) -> str:
+    """fp32, tf32, bf16 or fp16: `config.precision`, or for `auto` bf16 on a GPU that has it, else fp32.
+
+    UserError for fp16 on a CPU or tf32 without CUDA.
+    """
     if config.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    dtype = DTYPES[config.precision]
-    if dtype is torch.float16 and device.type == "cpu":
+        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    if config.precision == "fp16" and device.type == "cpu":
         raise UserError("fp16 needs a GPU: its loss scaling is made for one", "precision", "choose bf16, fp32 or auto")
-    return dtype
+    if config.precision == "tf32" and device.type != "cuda":
+        raise UserError("tf32 is a mode of NVIDIA's GPUs", "precision", "choose fp32, bf16 or auto")
+    return config.precision
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Matrix products in `dtype`; everything that torch keeps in fp32 stays there."""
+def set_up(config: Config, device: torch.device) -> None:
+    """Settings of torch that hold for the whole process: threads, and the precision of fp32 products."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.set_float32_matmul_precision("high" if pick_precision(config, device) == "tf32" else "highest")
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """Matrix products in bf16 or fp16; everything that torch keeps in fp32 stays there."""
+    dtype = DTYPES[precision]
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32)
+
+
+def prepare(model: Transformer, config: Config) -> Transformer:
+    """Make the model run as the config asks: blocks compiled, activations recomputed in backward."""
+    model.recompute = config.parallel.activation_checkpointing
+    if config.compile:
+        for block in model.blocks:
+            block.compile()  # one block at a time: they share the compiled code, so it is done in the time of a few
+    return model
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Dense peak of this card in FLOP/s, for MFU; None for a CPU or a card that the table lacks."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peaks.get(precision) for card, peaks in PEAKS.items() if card in name), None)

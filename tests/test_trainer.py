@@ -130,8 +130,20 @@ def test_a_dense_model_trains_without_a_values_group(train):
     assert (directory / "metrics.jsonl").read_text().count('"memories": {}') >= 1
 
 
-def test_time_left_counts_training_only():
-    clock = trainer.Clock(step=10, steps=20)
-    clock.seconds, clock.step = 5.0, 15
-    assert clock.left() == pytest.approx(5.0)
-    assert trainer.duration(3725) == "1:02:05" and trainer.duration(59.6) == "1:00"
+def test_a_run_that_recomputes_its_activations_learns_the_same(train):
+    """BatchNorm's statistics included: backward's second forward pass must not count the batch twice."""
+    plain, *_ = train(name="plain", optim={"steps": 5})
+    again, *_ = train(name="again", optim={"steps": 5}, parallel={"activation_checkpointing": True})
+    torch.testing.assert_close(plain.state_dict(), again.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_time_limit_saves_and_stops(train):
+    _, _, state, directory = train(max_minutes=1e-4, optim={"steps": 2000})
+    status = json.loads((directory / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("stopped", "time limit")
+    assert Checkpoints(directory / "checkpoints", keep=3).load("latest").step == state.step < 2000
+
+
+def test_profiled_steps_leave_a_trace_each(train):
+    *_, directory = train(optim={"steps": 4}, profile={"from_step": 2, "steps": 2})
+    assert {p.name for p in directory.glob("profile-*")} == {f"profile-000000{n}-rank0.json" for n in (2, 3)}

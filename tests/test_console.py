@@ -1,0 +1,28 @@
+import pytest
+
+from pkm.console import Clock, duration
+
+
+def test_time_left_is_at_the_pace_of_this_session():
+    clock = Clock(step=10, steps=20)
+    clock.seconds, clock.step = 5.0, 15
+    assert clock.left() == pytest.approx(5.0)
+
+
+def test_pauses_are_not_counted_as_training():
+    clock = Clock(step=0, steps=10)
+    clock.last -= 100
+    clock.pause()
+    clock.tick(1, tokens=64)
+    assert clock.seconds < 50
+
+
+def test_a_clock_stops_in_time_for_the_longest_save():
+    clock = Clock(step=0, steps=10, max_minutes=1)
+    assert not clock.must_stop()
+    clock.longest_save = 60
+    assert clock.must_stop()
+
+
+def test_durations_read_as_a_clock():
+    assert [duration(s) for s in (3725, 59.6, 0)] == ["1:02:05", "1:00", "0:00"]
