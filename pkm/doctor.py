@@ -244,8 +244,6 @@ def needs_of(config: Config) -> Iterator[Finding]:
     """What one run needs: its corpus, its device, room for its checkpoints."""
     import shutil
 
-    from pkm.parallel import pick_device, pick_precision
-
     vocab_size = vocab_size_of(config.corpus.path)
     if vocab_size is None:
         yield Finding(
@@ -256,6 +254,8 @@ def needs_of(config: Config) -> Iterator[Finding]:
         )
     else:
         yield Finding("corpus", "ok", f"{config.corpus.path}, vocabulary {vocab_size:,}")
+    from pkm.parallel import pick_device, pick_precision
+
     try:
         device = pick_device(config)
         yield Finding("device", "ok", f"{device}, {str(pick_precision(config, device)).removeprefix('torch.')}")
@@ -275,6 +275,8 @@ def needs_of(config: Config) -> Iterator[Finding]:
 
 SELF_TEST_SECONDS = 8.0
 SELF_TEST_STEPS = 300
+SELF_TEST_ENOUGH_STEPS = 100
+"""By then the loss is low, with room to spare."""
 SELF_TEST_VOCABULARY = 64
 
 
@@ -296,10 +298,13 @@ def self_test() -> Iterator[Finding]:
     losses, device = _train(config, start + SELF_TEST_SECONDS)
     seconds = time.perf_counter() - start
     found = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, {seconds:.1f} s on {device}"
-    learned = all(map(math.isfinite, losses)) and losses[-1] < 0.5 * math.log(SELF_TEST_VOCABULARY)
-    yield Finding(
-        "self-test", "ok" if learned else "fail", found, "" if learned else "training does not work here: run the tests"
-    )
+    finite, learned = all(map(math.isfinite, losses)), losses[-1] < 0.5 * math.log(SELF_TEST_VOCABULARY)
+    if finite and learned:
+        yield Finding("self-test", "ok", found)
+    elif finite and len(losses) < SELF_TEST_ENOUGH_STEPS:
+        yield Finding("self-test", "note", found, "too slow to tell whether it learns: is the machine busy?")
+    else:
+        yield Finding("self-test", "fail", found, "training does not work here: run `make test`")
 
 
 def _train(config: Config, deadline: float) -> tuple[list[float], str]:
@@ -311,6 +316,9 @@ def _train(config: Config, deadline: float) -> tuple[list[float], str]:
     from pkm.parallel import pick_device
 
     device = pick_device(config)
+    threads = torch.get_num_threads()
+    # So small a model is no faster on several threads, and on a busy machine much slower.
+    torch.set_num_threads(1)
     model = build_model(config, SELF_TEST_VOCABULARY).to(device)
     optim = build_optimizers(config.optim, model)
     generator = torch.Generator().manual_seed(config.seed)
@@ -327,7 +335,8 @@ def _train(config: Config, deadline: float) -> tuple[list[float], str]:
         loss.backward()
         optim.step(len(losses) + 1, optim.gradient_norms())
         optim.clear()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
+    torch.set_num_threads(threads)
     return losses, str(device)
 
 
