@@ -38,6 +38,7 @@ class Metrics:
                 fix="pip install tensorboard, or set it to false",
             )
         self.path = directory / FILE
+        self.last_step = 0
         self._file: IO[bytes] | None = None
         self._curves = Curves(directory / "tensorboard") if tensorboard else None
 
@@ -45,6 +46,7 @@ class Metrics:
         """Append a record and hand it to the system at once; only rank 0 does. UserError if the disk is full."""
         if not dist.is_main():
             return
+        self.last_step = step
         record = _plain({"kind": kind, "step": step, "time": time.time(), **values})
         with files.explained(self.path):
             if self._file is None:

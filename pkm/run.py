@@ -95,7 +95,7 @@ class Run:
             # The disk may be full: that must not hide the error itself.
             with suppress(OSError, UserError):
                 reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-                self.status("failed", self._status.get("step", 0), reason)
+                self.status("failed", max(self._status.get("step", 0), self.metrics.last_step), reason)
         with suppress(OSError):
             self.metrics.close()
         self._lock.release()

@@ -147,7 +147,8 @@ def test_a_stop_file_is_gone_once_it_was_obeyed(opened):
 @pytest.mark.parametrize("error", [UserError("the disk is full"), RuntimeError("boom"), KeyboardInterrupt()])
 def test_a_run_that_fails_says_why_and_lets_go(opened, error):
     with pytest.raises(type(error)), opened() as run:
-        run.status("running", 7)
+        run.status("running", 3)
+        run.metrics.write(7, "train", loss=1.0)
         raise error
     status = read_status(opened.directory)
     assert (status["state"], status["step"]) == ("failed", 7)

@@ -1,0 +1,15 @@
+import pytest
+
+from tests.resume.runs import Runs
+from tests.tiny import random_corpus
+from tests.warm import Server, warm  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def runs(warm: Server, tmp_path_factory: pytest.TempPathFactory) -> Runs:  # noqa: F811
+    """Runs to interrupt, and one that was not: `whole`."""
+    root = tmp_path_factory.mktemp("resume")
+    runs = Runs(warm, root, random_corpus(root / "corpus"))
+    ended = runs.run("whole")
+    assert ended.code == 0, ended.err
+    return runs

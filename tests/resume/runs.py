@@ -1,0 +1,91 @@
+"""Tiny real runs to interrupt, and what two of them must have in common."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pkm.checkpoint import Checkpoints, verify
+from pkm.metrics import read
+from pkm.run import read_status
+from tests.warm import Ended, Job, Server
+
+# What may differ between two runs that are otherwise the same.
+TIMES = {"time", "tokens_per_second", "peak_memory_bytes"}
+
+SETTINGS = """
+name: {name}
+runs: {root}/runs
+corpus: {{path: {corpus}, context: 8}}
+model: {{layers: 2, dim: 16, heads: 2, dropout: 0.1}}
+memory: {{layers: [2], sub_keys: 8, heads: 2, knn: 3, query: {{dim: 8}}}}
+optim:
+  steps: 24
+  batch_tokens: 64
+  micro_batch: 4
+  dense: {{lr: 1e-2, warmup_steps: 5}}
+  values: {{lr: 1e-2}}
+precision: fp32
+device: cpu
+threads: 1
+checkpoint: {{every_steps: 4, keep: 2}}
+evaluate: {{every_steps: 6, batch: 4}}
+log: {{every_steps: 1}}
+"""
+
+
+class Runs:
+    """Runs below `root` on one corpus, started through a warm server. `start("a", "seed=2")` is run `a` with seed 2."""
+
+    def __init__(self, server: Server, root: Path, corpus: Path):
+        self.server, self.root, self.corpus = server, root, corpus
+
+    def directory(self, name: str) -> Path:
+        return self.root / "runs" / name
+
+    def settings(self, name: str) -> Path:
+        path = self.root / f"{name}.yaml"
+        path.write_text(SETTINGS.format(name=name, root=self.root, corpus=self.corpus))
+        return path
+
+    def start(self, name: str, *overrides: str, **options: Any) -> Job:
+        return self.server.start(str(self.settings(name)), *overrides, **options)
+
+    def run(self, name: str, *overrides: str, **options: Any) -> Ended:
+        return self.start(name, *overrides, **options).wait()
+
+    def checkpoints(self, name: str) -> Checkpoints:
+        return Checkpoints(self.directory(name) / "checkpoints", keep=2, warn=lambda line: None)
+
+    def status(self, name: str) -> tuple[str, int, str]:
+        status = read_status(self.directory(name))
+        return status["state"], status["step"], status["reason"]
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        """All records but what depends on time."""
+        records = read(self.directory(name) / "metrics.jsonl")
+        return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+    def outcome(self, name: str, other_saves: bool = False) -> dict[str, Any]:
+        """What must be the same, bit by bit, in two runs that came to the same end.
+
+        other_saves    the run was also saved when it was told to stop: compare the last checkpoint and the best one only
+        """
+        checkpoints = self.checkpoints(name)
+        last, best = checkpoints.load("latest"), checkpoints.load("best")
+        report = json.loads((self.directory(name) / "report.json").read_text())
+        kept = [last.directory, best.directory] if other_saves else map(checkpoints.directory, checkpoints.steps())
+        return {
+            "status": self.status(name),
+            "checkpoints": {path.name: self.content(path) for path in kept},
+            "pointers": [(checkpoints.root / pointer).read_text() for pointer in ("latest", "best")],
+            "metrics": self.metrics(name),
+            "report": {key: value for key, value in report.items() if key not in ("run", "speed")},
+        }
+
+    @staticmethod
+    def content(path: Path) -> tuple[Any, ...]:
+        """Hashes of all tensors (weights, moments) and the whole record of a checkpoint."""
+        manifest = verify(path)
+        return manifest["files"], manifest["tensors"], manifest["record"], manifest["step"]

@@ -1,0 +1,174 @@
+"""Real runs of train.py, in processes of their own, without the seconds that imports take: a server forks them.
+
+`python -m tests.warm` is the server; it imports what train.py will, then forks one process a job. Jobs can be killed,
+signalled, limited and watched like any process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    """Exit status; -N if signal N killed it."""
+    out: str
+    err: str
+
+
+class Job:
+    def __init__(self, server: Server, pid: int, out: int, err: Path):
+        self.server, self.pid, self.err = server, pid, err
+        self.out = os.fdopen(out)
+        self.heard: list[str] = []
+
+    def until(self, text: str) -> str:
+        """Wait for a line with `text` in it on the standard output. AssertionError if the job ends without it."""
+        for line in self.out:
+            self.heard.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"{text!r} was never said: {''.join(self.heard)}{self.err.read_text()}")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> Ended:
+        self.heard += self.out
+        code = self.server.ask(wait=self.pid)
+        return Ended(code, "".join(self.heard), self.err.read_text())
+
+
+class Server:
+    """The client's end of the server."""
+
+    def __init__(self, scratch: Path):
+        self.scratch, self.jobs = scratch, 0
+        command = [sys.executable, "-m", "tests.warm"]
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, **request: Any) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, *arguments: str, program: str = "train", **options: Any) -> Job:
+        """Run train.py with these arguments.
+
+        environment    dict of variables to set
+        when           {"kind": "train", "step": 9, "signals": ["SIGTERM"], "touch": path}: once that record is written,
+                       the process gets these signals and that file is made
+        file_size      most bytes a file may have
+        ordinary       without root's powers
+        """
+        self.jobs += 1
+        out, err = self.scratch / f"{self.jobs}.out", self.scratch / f"{self.jobs}.err"
+        os.mkfifo(out)
+        reader = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
+        pid = self.ask(arguments=arguments, program=program, out=str(out), err=str(err), **options)
+        os.set_blocking(reader, True)
+        return Job(self, pid, reader, err)
+
+    def run(self, *arguments: str, **options: Any) -> Ended:
+        return self.start(*arguments, **options).wait()
+
+    def close(self) -> None:
+        self.process.stdin.close()  # type: ignore[union-attr]
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("jobs"))
+    yield server
+    server.close()
+
+
+def _serve() -> None:
+    import importlib
+
+    import torch._dynamo  # noqa: F401  (torch imports it with its first optimizer)
+
+    import pkm.report.run
+    import pkm.run
+    import pkm.trainer  # noqa: F401
+    from pkm.version import code_version
+    from tests.forked import without_root
+
+    programs = {"train": importlib.import_module("train")}
+    code_version()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            out = os.open(request["out"], os.O_WRONLY)
+            answer = os.fork()
+            if answer == 0:
+                _job(request, out, programs[request["program"]], without_root)
+            os.close(out)
+        print(json.dumps(answer), flush=True)
+
+
+def _job(request: dict[str, Any], out: int, program: Any, without_root: Any) -> None:
+    code = 1
+    try:
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(os.open(request["err"], os.O_WRONLY | os.O_CREAT, 0o644), 2)
+        os.environ.update(request.get("environment", {}))
+        if "file_size" in request:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], resource.RLIM_INFINITY))
+        if "when" in request:
+            _arrange(**request["when"])
+        if request.get("ordinary"):
+            without_root()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = ["train.py", *request["arguments"]]
+        code = program.main()
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _arrange(step: int, kind: str = "train", signals: tuple[str, ...] = (), touch: str | None = None) -> None:
+    from pkm.metrics import Metrics
+
+    write = Metrics.write
+
+    def write_and_act(self: Metrics, at: int, what: Any, **values: Any) -> None:
+        write(self, at, what, **values)
+        if (at, what) == (step, kind):
+            if touch is not None:
+                Path(touch).touch()
+            for name in signals:
+                os.kill(os.getpid(), signal.Signals[name])
+
+    Metrics.write = write_and_act  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _serve()
