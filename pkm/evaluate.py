@@ -16,6 +16,7 @@ from torch import Tensor
 from pkm.config import Config
 from pkm.corpus.batches import IGNORE, evaluation_batches
 from pkm.corpus.store import Corpus, Split
+from pkm.errors import UserError
 from pkm.memory.usage import Usage, UsageMeter
 from pkm.model import Transformer
 from pkm.parallel import autocast, pick_precision
@@ -79,6 +80,11 @@ def evaluate(
             for layer, memory in model.memories():
                 indices, weights = memory.selection
                 meters[layer].update(indices[reads], weights[reads])
+    if not math.isfinite(nll):
+        raise UserError(
+            f"the model's loss on the {split.name} split is {nll}",
+            fix="use precision fp32 or bf16; if it stays so, go back to an earlier checkpoint",
+        )
     whole = documents is None or documents >= split.documents
     return Evaluation(
         split=split.name,

@@ -10,7 +10,7 @@ from torch import Tensor
 from pkm.errors import UserError
 from pkm.model import Transformer
 from pkm.text.encode import Encoder
-from pkm.text.vocab import EOS_ID, FIRST_PIECE_ID
+from pkm.text.vocab import EOS_ID
 
 
 def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, rng: torch.Generator) -> int:
@@ -66,6 +66,6 @@ def generate(
     for _ in range(tokens):
         window = torch.tensor([ids[-model.context :]], device=device)
         logits = model.logits(model.hidden(window)[0, -1]).float().cpu()
-        logits[[i for i in range(FIRST_PIECE_ID) if i != EOS_ID]] = -torch.inf
+        logits[[i for i in range(encoder.vocab.first) if i != EOS_ID]] = -torch.inf
         ids.append(pick(logits, temperature, top_k, top_p, rng))
     return encoder.decode(ids[1:])

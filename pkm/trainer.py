@@ -113,7 +113,7 @@ def train(
         clock.tick(step, config.optim.batch_tokens)
 
         if logs:
-            usages = {str(layer): meter.result() for layer, meter in meters.items()}
+            usages = {str(layer): meter.result() for layer, meter in meters.items() if finite}
             record = {"loss": loss, "lr": optim.learning_rates(step), "gradient_norm": norms, "skipped": state.skipped}
             record["memories"] = {layer: {"usage": usage.percent, "kl": usage.kl} for layer, usage in usages.items()}
             speed = {"tokens_per_second": clock.tokens_per_second(), "peak_memory_bytes": peak_memory(device)}

@@ -9,7 +9,7 @@ import numpy as np
 
 from pkm.config import Config
 from pkm.corpus.store import ShardWriter, write_manifest
-from pkm.text.vocab import EOS_ID, FIRST_PIECE_ID, Vocab
+from pkm.text.vocab import EOS_ID, SPECIALS, UNIVERSAL, Vocab
 
 VOCAB_SIZE = 50
 
@@ -46,16 +46,16 @@ def random_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
     """A prepared corpus at `path`: `documents` train, 4 valid and 4 test documents of 40 tokens, with a pattern to learn."""
     path.mkdir(parents=True)
     (path / "codes").write_text("a b 1\n")
-    vocab = Vocab([f"{'w' if i % 2 else 'p'}{i}{'' if i % 2 else '@@'}" for i in range(VOCAB_SIZE - FIRST_PIECE_ID)])
+    first = len(UNIVERSAL + SPECIALS)
+    pieces = [f"w{i}" if i % 2 else f"p{i}@@" for i in range(VOCAB_SIZE - first)]
+    vocab = Vocab(pieces, [1] * len(pieces))
     vocab.save(path / "vocab")
     rng = np.random.default_rng(seed)
     shards = {}
     for split, count in {"train": documents, "valid": 4, "test": 4}.items():
         writer = ShardWriter(path, f"{split}-00000", vocab.size)
         for _ in range(count):
-            ids = (rng.integers(0, 6) + np.arange(39) * rng.integers(1, 4)) % (
-                vocab.size - FIRST_PIECE_ID
-            ) + FIRST_PIECE_ID
+            ids = (rng.integers(0, 6) + np.arange(39) * rng.integers(1, 4)) % (vocab.size - first) + first
             writer.ids.extend([*ids.tolist(), EOS_ID])
             writer.end_document(words=int(vocab.word_ends[ids].sum()), size=150)
         shards[split] = [writer.close()]
