@@ -1,0 +1,1 @@
+"""Raw text to ids and back: Moses' tokenizer, fastBPE's byte-pair encoding, the vocabulary."""

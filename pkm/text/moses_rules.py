@@ -1,0 +1,131 @@
+"""The rules of the Moses tokenizer for English, applied to a whole line: slow, literal, the definition of correct.
+
+They follow `tokenizer.perl -l en` rule by rule, in its order, because rules consume each other's spaces and their
+order shows in the output. `moses.py` runs the same rules on single chunks and remembers the results.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pkm.text.perl_classes import ALNUM, ALPHA, LOWER, NUMBER, SPACE
+
+ABBREVIATIONS = frozenset(
+    """
+    A B C D E F G H I J K L M N O P Q R S T U V W X Y Z
+    Adj Adm Adv Asst Bart Bldg Brig Bros Capt Cmdr Col Comdr Con Corp Cpl DR Dr Drs Ens Gen Gov Hon Hosp Hr Insp Lt MM
+    MR MRS MS Maj Messrs Mlle Mme Mr Mrs Ms Msgr Nos Nr Op Ord Pfc Ph Prof Pvt Rep Reps Res Rev Rs Rt Sen Sens Sfc Sgt
+    Sr St Supt Surg e.g i.e rev v vs Jan Feb Mar Apr Jun Jul Aug Sep Oct Nov Dec
+    """.split()  # noqa: SIM905, a list of words reads better
+)
+"""Words that keep their full stop (Moses' nonbreaking_prefix.en)."""
+
+ABBREVIATIONS_BEFORE_DIGITS = frozenset(("Art", "No", "pp"))
+"""Words that keep it only before a digit: `No. 5`."""
+
+_SPACES = re.compile(f"[{SPACE}]+")
+_BLANK = re.compile(f"[{SPACE}]*\\Z")
+_ASCII_CONTROLS = re.compile("[\\x00-\\x1f]+")
+_SYMBOL = re.compile(f"([^{ALNUM}{SPACE}.'`,\\-])")
+_DOTS = re.compile(r"\.(\.+)")
+_MARKED_DOT_AND_MORE = re.compile(r"DOTMULTI\.([^.])")
+_COMMA_AFTER = re.compile(f"([^{NUMBER}]),")
+_COMMA_BEFORE = re.compile(f",([^{NUMBER}])")
+_COMMA_ENDS_LINE = re.compile(f"([{NUMBER}]),\\Z")
+_APOSTROPHES = (
+    (re.compile(f"([^{ALPHA}])'([^{ALPHA}])"), r"\1 ' \2"),
+    (re.compile(f"([^{ALPHA}{NUMBER}])'([{ALPHA}])"), r"\1 ' \2"),
+    (re.compile(f"([{ALPHA}])'([^{ALPHA}])"), r"\1 ' \2"),
+    (re.compile(f"([{ALPHA}])'([{ALPHA}])"), r"\1 '\2"),
+    (re.compile(f"([{NUMBER}])'(s)"), r"\1 '\2"),
+)
+_HAS_ALPHA = re.compile(f"[{ALPHA}]")
+_STARTS_LOWER = re.compile(f"[{LOWER}]")
+_STARTS_DIGIT = re.compile("[0-9]")
+_STOP_QUOTE_ENDS_LINE = re.compile(r"\.' ?\Z")
+_ESCAPES = (
+    ("&", "&amp;"),
+    ("|", "&#124;"),
+    ("<", "&lt;"),
+    (">", "&gt;"),
+    ("'", "&apos;"),
+    ('"', "&quot;"),
+    ("[", "&#91;"),
+    ("]", "&#93;"),
+)
+
+
+def tokenize_line(line: str, escape: bool = False) -> str:
+    """One line without its newline -> its tokens with single spaces between, as Moses prints them.
+
+    A line of nothing but white space is returned as it is, and a closing `.'` leaves a trailing space: both are
+    what the Perl script prints.
+    """
+    if _BLANK.match(line):
+        return line
+    text = _squeeze(_ASCII_CONTROLS.sub("", _SPACES.sub(" ", line)))
+    text = split_marks(text)
+    text = _squeeze(split_full_stops(text))
+    text = _STOP_QUOTE_ENDS_LINE.sub(" . ' ", text)
+    text = unmark_dots(text)
+    return escape_text(text) if escape else text
+
+
+def split_marks(text: str) -> str:
+    """Spaces around symbols, runs of dots, commas outside numbers, and English apostrophes."""
+    text = _SYMBOL.sub(r" \1 ", text)
+    text = _DOTS.sub(r" DOTMULTI\1", text)
+    while "DOTMULTI." in text:
+        text = _MARKED_DOT_AND_MORE.sub(r"DOTDOTMULTI \1", text)
+        text = text.replace("DOTMULTI.", "DOTDOTMULTI")
+    if "," in text:
+        text = _COMMA_AFTER.sub(r"\1 , ", text)
+        text = _COMMA_BEFORE.sub(r" , \1", text)
+        text = _COMMA_ENDS_LINE.sub(r"\1 ,", text)
+    if "'" in text:
+        for pattern, replacement in _APOSTROPHES:
+            text = pattern.sub(replacement, text)
+    return text
+
+
+def split_full_stops(text: str) -> str:
+    """Split the full stop off every word that is neither an abbreviation nor followed by lower case."""
+    words = text.split(" ")
+    while words and not words[-1]:
+        words.pop()
+    last = len(words) - 1
+    for i, word in enumerate(words):
+        if len(word) > 1 and word[-1] == "." and (i == last or splits_full_stop(word[:-1], words[i + 1])):
+            words[i] = word[:-1] + " ."
+    return " ".join(words)
+
+
+def splits_full_stop(word: str, following: str) -> bool:
+    """Whether `word` + "." inside a line is a word and a full stop, given the word that follows (may be "")."""
+    if "." in word and _HAS_ALPHA.search(word):
+        return False
+    if word in ABBREVIATIONS or _STARTS_LOWER.match(following):
+        return False
+    return not (word in ABBREVIATIONS_BEFORE_DIGITS and _STARTS_DIGIT.match(following))
+
+
+def unmark_dots(text: str) -> str:
+    """Runs of dots, marked by split_marks, back to dots."""
+    if "DOTMULTI" in text:
+        while "DOTDOTMULTI" in text:
+            text = text.replace("DOTDOTMULTI", "DOTMULTI.")
+        text = text.replace("DOTMULTI", ".")
+    return text
+
+
+def escape_text(text: str) -> str:
+    """The characters that Moses' phrase tables and XML reserve, as entities."""
+    for character, entity in _ESCAPES:
+        if character in text:
+            text = text.replace(character, entity)
+    return text
+
+
+def _squeeze(text: str) -> str:
+    """Runs of spaces to one; none at either end."""
+    return " ".join(filter(None, text.split(" ")))

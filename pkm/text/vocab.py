@@ -1,0 +1,132 @@
+"""The vocabulary: subword pieces and their ids, read and written in fastBPE's format (`piece count` a line)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pkm.errors import UserError
+
+BOS_ID, EOS_ID, PAD_ID, UNK_ID = range(4)
+UNIVERSAL = ("<s>", "</s>", "<pad>", "<unk>")
+SPECIALS = tuple(f"<special{i}>" for i in range(10))
+"""Names of ids 4-13, unused by the framework: free for a user's own marks."""
+
+CONTINUES = "@@"
+"""Ends a piece that the next piece of the same word follows."""
+
+
+class Vocab:
+    """Ids of pieces: 0-3 are <s> </s> <pad> <unk>, then the specials (4-13), then the pieces in their given order.
+
+    pieces  every piece, specials first; pieces[id] is the piece of an id
+    counts  its count in the text it was made from, 0 for specials
+    """
+
+    def __init__(self, pieces: Sequence[str], counts: Sequence[int], specials: Sequence[str] = SPECIALS):
+        """`pieces` and `counts` are those of the text, without specials.
+
+        Raises UserError for a piece that comes twice or carries a special's name.
+        """
+        assert len(pieces) == len(counts)
+        marks = [*UNIVERSAL, *specials]
+        self.specials = tuple(specials)
+        self.pieces = marks + list(pieces)
+        self.counts = [0] * len(marks) + list(counts)
+        self._ids = {piece: i for i, piece in enumerate(self.pieces)}
+        if len(self._ids) < len(self.pieces):
+            raise _repeated(self.pieces)
+        self.word_ends = np.array([not piece.endswith(CONTINUES) for piece in self.pieces], dtype=bool)
+        self.word_ends[: len(marks)] = False
+        self.word_ends[UNK_ID] = True
+
+    @classmethod
+    def from_counts(cls, counts: Mapping[str, int], threshold: int = 1, specials: Sequence[str] = SPECIALS) -> Vocab:
+        """Pieces seen at least `threshold` times, the most frequent first, as fastBPE's getvocab orders them."""
+        kept = sorted((-count, piece.encode("utf-8", "surrogateescape"), piece) for piece, count in counts.items())
+        kept = [item for item in kept if -item[0] >= threshold]
+        return cls([piece for _, _, piece in kept], [-count for count, _, _ in kept], specials)
+
+    @classmethod
+    def load(cls, path: str | Path, specials: Sequence[str] = SPECIALS) -> Vocab:
+        """Read `piece count` lines; line i (from 0) gets id 4 + len(specials) + i.
+
+        Raises UserError naming file:line for anything else.
+        """
+        pieces, counts, seen = [], [], {*UNIVERSAL, *specials}
+        for number, line in enumerate(read_lines(path), 1):
+            fields = [field for field in line.split(" ") if field]
+            if len(fields) != 2 or not fields[1].isascii() or not fields[1].isdecimal():
+                raise UserError(
+                    f"expected `piece count`, found {line!r}"[:200],
+                    where=f"{path}:{number}",
+                    fix="give a vocabulary as fastBPE's getvocab or `python -m pkm.text.bpe vocab` writes it",
+                )
+            if fields[0] in seen:
+                raise UserError(
+                    f"the piece {fields[0]!r} is there already (earlier in the file, or as a special)",
+                    where=f"{path}:{number}",
+                    fix="remove the line",
+                )
+            seen.add(fields[0])
+            pieces.append(fields[0])
+            counts.append(int(fields[1]))
+        if not pieces:
+            raise UserError("the vocabulary is empty", where=str(path), fix="name a file of `piece count` lines")
+        return cls(pieces, counts, specials)
+
+    def save(self, path: str | Path) -> None:
+        """Write the pieces without the specials in fastBPE's format."""
+        with open(path, "wb") as file:
+            file.write(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The vocabulary file's content."""
+        first = self.first
+        lines = (f"{piece} {count}\n" for piece, count in zip(self.pieces[first:], self.counts[first:], strict=True))
+        return "".join(lines).encode("utf-8", "surrogateescape")
+
+    @property
+    def size(self) -> int:
+        """Number of ids, specials included."""
+        return len(self.pieces)
+
+    @property
+    def first(self) -> int:
+        """Id of the first piece that is no special."""
+        return len(UNIVERSAL) + len(self.specials)
+
+    def id(self, piece: str) -> int:
+        """The piece's id; UNK_ID where the vocabulary does not hold it."""
+        return self._ids.get(piece, UNK_ID)
+
+    def __contains__(self, piece: object) -> bool:
+        return isinstance(piece, str) and self._ids.get(piece, -1) >= self.first
+
+
+def read_lines(path: str | Path) -> list[str]:
+    """Lines of a codes or vocabulary file without their ends (newline, or carriage return and newline).
+
+    Raises UserError where the file cannot be read. Bytes that are not UTF-8 survive as surrogates.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8", "surrogateescape")
+    except OSError as error:
+        raise UserError(
+            f"cannot read: {error.strerror}", where=str(path), fix="check the path and its permissions"
+        ) from error
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
+def _repeated(pieces: Sequence[str]) -> UserError:
+    seen: set[str] = set()
+    repeated = next(piece for piece in pieces if piece in seen or seen.add(piece))  # type: ignore[func-returns-value]
+    return UserError(
+        f"the piece {repeated!r} comes twice in the vocabulary, or has a special's name",
+        fix="give every piece once and specials names of their own",
+    )
