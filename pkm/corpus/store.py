@@ -268,7 +268,7 @@ class ShardWriter:
 
     def _flush(self) -> None:
         values = np.frombuffer(self.ids, self.ids.typecode) if self.ids else np.empty(0, self.dtype)
-        self.max_id = max(self.max_id, int(values.max(initial=-1)) if len(values) else -1)
+        self.max_id = max(self.max_id, int(values.max()) if len(values) else -1)
         self.tokens += len(values)
         starts = np.frombuffer(self._starts, "Q") if self._starts else np.empty(0, START)
         contents = values.astype(self.dtype).tobytes(), starts.astype(START).tobytes()

@@ -1,0 +1,45 @@
+"""HTML page to article text: trafilatura, in datatrove's sandbox, so that no page can crash or stall a preparation."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+from pkm.corpus.streams import Damaged
+
+# Pages take milliseconds. Only one that would take for ever reaches this, so it does not depend on the machine's load.
+SECONDS = 120.0
+
+_sandbox: tuple[Any, Any] | None = None
+
+
+def extract(html: str) -> str | None:
+    """The main text of a page, paragraphs on lines of their own; None if there is none.
+
+    Raises Damaged where the page brought the extractor down.
+    """
+    if not html.strip():
+        return None
+    sandbox, extractor = _running()
+    try:
+        return sandbox.process_document(html, extractor.extract)
+    except TimeoutError as error:
+        raise Damaged(f"extraction took over {SECONDS:g} s") from error
+    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+        sandbox._cleanup_process()
+        raise Damaged("extraction crashed") from error
+
+
+def _running() -> tuple[Any, Any]:
+    global _sandbox
+    if _sandbox is None:
+        import trafilatura  # noqa: F401  (here, so that a broken installation is not taken for a broken page)
+        from datatrove.pipeline.extractors import Trafilatura
+        from datatrove.pipeline.extractors.base import ExtractorSandbox
+
+        # Its own deduplication remembers earlier pages: the result would depend on who read what.
+        extractor = Trafilatura(favour_precision=True, deduplicate=False, timeout=SECONDS)
+        sandbox = ExtractorSandbox(timeout=SECONDS, warmup_text="")
+        atexit.register(sandbox._cleanup_process)
+        _sandbox = sandbox, extractor
+    return _sandbox

@@ -1,0 +1,136 @@
+"""The schema of data/*.yaml: every setting of a preparation, its unit and its default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Megabytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Part(BaseModel):
+    """A section of the file: frozen, and closed to keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Source(Part):
+    """Files of one kind."""
+
+    path: str | tuple[str, ...]
+    """A file, a folder (read recursively), a glob, or a list of these; local, or a URL that fsspec knows (s3://, hf://, ...)."""
+    format: Literal["auto", "text", "jsonl", "parquet", "warc"] = "auto"
+    """auto = by the name's ending: .txt, .jsonl, .parquet, .warc or .wet, each also compressed (.gz, .zst, .xz)."""
+    documents: Literal["file", "line", "blank"] = "file"
+    """Plain text: one document a file, one a line, or separated by blank lines."""
+    column: str = "text"
+    """JSONL and Parquet: where the article's text is."""
+
+
+class HeldOut(Part):
+    valid: Natural = 5000
+    """Articles of the validation split."""
+    test: Natural = 5000
+    """Articles of the test split."""
+
+
+class Filters(Part):
+    min_words: Natural = 1
+    """Articles of fewer words (split at white space) are dropped."""
+    max_words: Positive | None = None
+    """Articles of more words are dropped; null = none are."""
+    language: Annotated[str, Field(pattern="^[a-z]{2,3}$")] | None = "en"
+    """Articles identified as another language are dropped; null = none are. ISO 639 code."""
+    language_confidence: Share = 0.3
+    """Probability below which a language does not count as identified, and the article is dropped."""
+    duplicates: Literal["drop", "keep"] = "drop"
+    """drop: of articles with the same text only the first stays. Copies of held-out articles are dropped either way."""
+
+
+class Limits(Part):
+    document_megabytes: Megabytes = 16
+    """A record that unpacks to more is skipped before it is unpacked whole."""
+    damaged: Share = 0.01
+    """Share of records that cannot be read, or of bytes lost with files that end early, beyond which the run stops."""
+
+
+class Subwords(Part):
+    codes: Positive = 60000
+    """BPE merges to learn."""
+    sample_megabytes: Megabytes = 1024
+    """Text to learn them from, drawn from the training articles by their hashes."""
+    min_count: Positive = 1
+    """Subwords seen fewer times in the sample are left out of the vocabulary."""
+    codes_file: Path | None = None
+    """fastBPE codes to use instead of learning."""
+    vocab_file: Path | None = None
+    """fastBPE vocabulary that goes with codes_file."""
+
+
+class Tokenizer(Part):
+    escape: bool = False
+    """Write &, <, > and others as Moses' XML entities (tokenizer.perl without -no-escape)."""
+    normalize: Literal["xlm"] | None = None
+    """xlm: XLM's chain (replace-unicode-punctuation, normalize-punctuation, remove-non-printing-char) comes first."""
+
+
+class Slurm(Part):
+    partition: str | None = None
+    """Partition to submit to; needed for `executor.kind: slurm`."""
+    hours: Annotated[float, Field(gt=0)] = 12
+    """Time limit of one job."""
+    memory_gigabytes: Positive = 4
+    """Memory of one worker."""
+    options: dict[str, str] = {}
+    """Further options of sbatch, without dashes: {account: me}."""
+
+
+class Executor(Part):
+    kind: Literal["local", "slurm"] = "local"
+    """Workers of this machine, or SLURM jobs (run the command on a login node; it waits for them)."""
+    workers: Positive | None = None
+    """Tasks at a time; null = one a core (local), as many as SLURM starts (slurm)."""
+    slurm: Slurm = Slurm()
+
+
+class PrepareConfig(Part):
+    """A preparation, whole. The result depends on everything here but `executor`."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Of the corpus."""
+    output: Path | None = None
+    """Directory to write; null = prepared/<name>."""
+    download: Literal["lee_background"] | None = None
+    """Sample corpus to fetch first, into data/raw."""
+    sources: Annotated[tuple[Source, ...], Field(min_length=1)]
+    """What to read, in this order."""
+    held_out: HeldOut = HeldOut()
+    filters: Filters = Filters()
+    limits: Limits = Limits()
+    subwords: Subwords = Subwords()
+    tokenizer: Tokenizer = Tokenizer()
+    executor: Executor = Executor()
+
+    @property
+    def directory(self) -> Path:
+        return self.output or Path("prepared") / self.name
+
+
+def impossible(config: PrepareConfig) -> list[tuple[str, str, str]]:
+    """(dotted key, what is wrong, how to fix it) of settings that contradict each other."""
+    found = []
+    if (config.subwords.codes_file is None) != (config.subwords.vocab_file is None):
+        missing = "vocab_file" if config.subwords.vocab_file is None else "codes_file"
+        found.append(
+            (f"subwords.{missing}", "codes and vocabulary go together", "give both files, or neither to learn")
+        )
+    if config.executor.kind == "slurm" and config.executor.slurm.partition is None:
+        found.append(("executor.slurm.partition", "SLURM needs a partition", "name one (`sinfo` lists them)"))
+    if config.filters.max_words is not None and config.filters.max_words < config.filters.min_words:
+        found.append(("filters.max_words", "it is below filters.min_words", "choose a larger one"))
+    return found

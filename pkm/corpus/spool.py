@@ -1,0 +1,80 @@
+"""Articles between reading and encoding: one compressed file a unit, with an index of their hashes and sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+from pkm.files import explained
+
+ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<u4")])
+"""An article: the two halves of its 128-bit content hash (as one big-endian number) and the bytes of its UTF-8."""
+
+
+def content_hash(data: bytes) -> tuple[int, int]:
+    """(high, low) halves of the BLAKE2b-128 of an article's UTF-8."""
+    digest = hashlib.blake2b(data, digest_size=16).digest()
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
+
+
+class SpoolWriter:
+    """Writes `<stem>.docs` and `<stem>.npy`; both get their names in `close`."""
+
+    def __init__(self, stem: Path):
+        self._final = stem.with_suffix(".docs"), stem.with_suffix(".npy")
+        self._temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in self._final]
+        with explained(stem):
+            self._file = open(self._temporary[0], "wb")  # noqa: SIM115
+        self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._file, closefd=False)
+        self._hashes = array("Q")
+        self._sizes = array("L")
+        self.documents = self.bytes = 0
+
+    def add(self, data: bytes) -> None:
+        with explained(self._final[0]):
+            self._stream.write(data)
+        self._hashes.extend(content_hash(data))
+        self._sizes.append(len(data))
+        self.documents += 1
+        self.bytes += len(data)
+
+    def close(self) -> None:
+        index = np.empty(self.documents, ENTRY)
+        hashes = np.array(self._hashes, np.uint64).reshape(-1, 2)
+        index["high"], index["low"], index["bytes"] = hashes[:, 0], hashes[:, 1], np.array(self._sizes, np.uint32)
+        with explained(self._final[0]):
+            self._stream.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            with open(self._temporary[1], "wb") as file:
+                np.save(file, index)
+                file.flush()
+                os.fsync(file.fileno())
+            for temporary, final in zip(self._temporary, self._final, strict=True):
+                os.replace(temporary, final)
+
+
+def spooled_index(stem: Path) -> np.ndarray:
+    """The index of a unit's articles, (articles,) of ENTRY, memory-mapped."""
+    path = stem.with_suffix(".npy")
+    with explained(path):
+        # numpy cannot map an empty array.
+        return np.load(path, mmap_mode="r" if path.stat().st_size > 256 else None)
+
+
+def spooled(stem: Path, wanted: np.ndarray) -> Iterator[tuple[int, str]]:
+    """(number, text) of the articles of a unit where `wanted` (articles,) bool is true, in order."""
+    sizes = spooled_index(stem)["bytes"].tolist()
+    with explained(stem), open(stem.with_suffix(".docs"), "rb") as file:
+        stream = zstandard.ZstdDecompressor().stream_reader(file)
+        for number, (size, want) in enumerate(zip(sizes, wanted.tolist(), strict=True)):
+            data = stream.read(size)
+            if want:
+                yield number, data.decode("utf-8")

@@ -1,0 +1,271 @@
+"""The four kinds of work that run in parallel: unpack, read, count, encode. Each is a function of (work directory, rank).
+
+work/plan.json           settings and inputs
+work/unpack/             chunks of large compressed files, one task a file
+work/units.jsonl         what each read task reads
+work/read/00007.docs     kept articles of unit 7, .npy their hashes and sizes, .json what was dropped and why
+work/decide/00007.npy    what becomes of them (decide.Fate)
+work/groups.json         consecutive units that make one shard
+work/count/00003.words   words of group 3's share of the sample
+work/learn/              codes, vocab
+work/encode/00003.npz    held-out articles of group 3, .json its shard
+work/corpus/             the corpus, until it is published
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from pkm.corpus.decide import Fate
+from pkm.corpus.engine import Tick
+from pkm.corpus.filters import Filter
+from pkm.corpus.readers import read_piece
+from pkm.corpus.records import Skipped, too_large
+from pkm.corpus.settings import PrepareConfig
+from pkm.corpus.sources import Input, Piece, needs_unpacking, piece_bytes
+from pkm.corpus.spool import SpoolWriter, spooled, spooled_index
+from pkm.corpus.store import ShardWriter, id_type
+from pkm.corpus.streams import Damaged, lines, open_unpacked
+from pkm.files import atomic_write, explained
+
+NAMED = 20
+"""Damaged records that a task names; the others are counted."""
+
+
+def load_plan(work: Path) -> tuple[PrepareConfig, list[Input]]:
+    plan = json.loads((work / "plan.json").read_bytes())
+    return PrepareConfig.model_validate(plan["config"]), [Input(**file) for file in plan["inputs"]]
+
+
+def save_units(work: Path, units: Iterable[list[Piece]]) -> None:
+    lines = (json.dumps([asdict(piece) for piece in unit], ensure_ascii=False) for unit in units)
+    atomic_write(work / "units.jsonl", "".join(f"{line}\n" for line in lines))
+
+
+def load_units(work: Path) -> Iterator[list[Piece]]:
+    """What each read task reads, one after the other."""
+    with open(work / "units.jsonl", encoding="utf-8") as file:
+        for line in file:
+            yield [Piece(Input(**piece.pop("file")), **piece) for piece in json.loads(line)]
+
+
+class Tally:
+    """What a task met and what it skipped."""
+
+    def __init__(self) -> None:
+        self.records = self.words = self.lost_bytes = 0
+        self.dropped: Counter[str] = Counter()
+        self.named: list[list[str]] = []
+
+    def skip(self, found: Skipped) -> None:
+        self.dropped[found.kind] += 1
+        self.lost_bytes += found.lost
+        if found.kind != "other" and len(self.named) < NAMED:
+            self.named.append([found.kind, found.where, found.why])
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "records": self.records,
+            "words": self.words,
+            "lost_bytes": self.lost_bytes,
+            "dropped": dict(self.dropped),
+            "named": self.named,
+        }
+
+
+def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
+    """Hand out the text of a large compressed file: chunks that end where a record ends, compressed lightly."""
+    config, inputs = load_plan(work)
+    target = piece_bytes(inputs)
+    file = [file for file in inputs if needs_unpacking(file, target)][rank]
+    limit = int(config.limits.document_megabytes * 2**20)
+    tally = Tally()
+    chunks: list[dict[str, Any]] = []
+    raw, stream = open_unpacked(file.url)
+    with raw:
+        chunk = _Chunk(work, rank, 0, 0)
+        try:
+            for offset, line in lines(stream, limit):
+                if line is None:
+                    tally.records += 1
+                    tally.skip(too_large(f"{file.url}, byte {offset}", limit))
+                    # Whatever the line belonged to must not be taken for whole.
+                    line = b"" if file.documents == "blank" and file.format == "text" else None
+                if line is not None:
+                    chunk.write(line)
+                    whole = file.format == "jsonl" or file.documents != "blank" or not line.strip()
+                    if chunk.size >= target and whole:
+                        chunks.append(chunk.close())
+                        chunk = _Chunk(work, rank, len(chunks), offset + len(line) + 1)
+                tick(raw.tell() / max(file.size, 1), 0)
+        except Damaged as error:
+            tally.records += 1
+            tally.skip(Skipped("damaged", file.url, str(error), max(0, file.size - raw.tell())))
+        chunks.append(chunk.close())
+    return {**tally.report(), "chunks": chunks}
+
+
+class _Chunk:
+    """A part of a file's text, written beside the others."""
+
+    def __init__(self, work: Path, rank: int, number: int, offset: int):
+        self.path = work / "unpack" / f"{rank:05d}-{number:05d}.zst"
+        self.offset, self.size = offset, 0
+        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        with explained(self.path):
+            self._file = open(self._temporary, "wb")  # noqa: SIM115
+        self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._file, closefd=False)
+
+    def write(self, line: bytes) -> None:
+        with explained(self.path):
+            self._stream.write(line)
+            self._stream.write(b"\n")
+        self.size += len(line) + 1
+
+    def close(self) -> dict[str, Any]:
+        with explained(self.path):
+            self._stream.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._temporary, self.path)
+        return {"path": str(self.path), "offset": self.offset, "size": self.size}
+
+
+def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
+    """Read a unit's pieces, filter its articles, and spool those that stay."""
+    config, _ = load_plan(work)
+    pieces = next(islice(load_units(work), rank, None))
+    limit = int(config.limits.document_megabytes * 2**20)
+    judge = Filter(config.filters)
+    tally = Tally()
+    spool = SpoolWriter(work / "read" / f"{rank:05d}")
+    total, done = max(1, sum(piece.text_bytes for piece in pieces)), 0
+    for piece in pieces:
+        seen = 0
+        for found in read_piece(piece, limit):
+            tally.records += not (isinstance(found, Skipped) and found.kind == "other")
+            if isinstance(found, Skipped):
+                tally.skip(found)
+                continue
+            words = len(found.split())
+            reason = judge.reason_to_drop(found, words)
+            if reason is None:
+                try:
+                    spool.add(found.encode("utf-8"))
+                except UnicodeEncodeError:
+                    reason = "damaged"
+            if reason is not None:
+                tally.dropped[reason] += 1
+            else:
+                tally.words += words
+            seen += len(found)
+            tick((done + min(seen, piece.text_bytes)) / total, tally.words)
+        done += piece.text_bytes
+    spool.close()
+    return {**tally.report(), "documents": spool.documents, "bytes": spool.bytes}
+
+
+def load_groups(work: Path) -> list[tuple[int, int, int]]:
+    """(first unit, last unit + 1, bytes for training) of every shard."""
+    return json.loads((work / "groups.json").read_bytes())
+
+
+def _group(work: Path, rank: int, fates: tuple[Fate, ...]) -> Iterator[tuple[str, int, np.void]]:
+    """(text, fate, index entry) of the articles of a group's units that have one of `fates`, in input order."""
+    first, last, _ = load_groups(work)[rank]
+    for unit in range(first, last):
+        decided = np.load(work / "decide" / f"{unit:05d}.npy")
+        wanted = np.isin(decided, fates)
+        if wanted.any():
+            stem = work / "read" / f"{unit:05d}"
+            index = spooled_index(stem)
+            for number, text in spooled(stem, wanted):
+                yield text, int(decided[number]), index[number]
+
+
+def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
+    """Count the words of a group's share of the sample."""
+    from pkm.text.moses_rules import tokenize_line
+
+    config, _ = load_plan(work)
+    counts: Counter[str] = Counter()
+    words = 0
+    for text, _, _ in _group(work, rank, (Fate.SAMPLE,)):
+        for line in text.split("\n"):
+            found = tokenize_line(line, config.tokenizer.escape).split()
+            counts.update(found)
+            words += len(found)
+        tick(0.5, words)
+    path = work / "count" / f"{rank:05d}.words"
+    content = "".join(f"{word} {number}\n" for word, number in sorted(counts.items())).encode()
+    with explained(path):
+        path.write_bytes(zstandard.ZstdCompressor(level=3).compress(content))
+    return {"words": words}
+
+
+def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
+    """Encode a group: its training articles are one shard; its held-out ones are kept aside with their hashes."""
+    from pkm.text.bpe import Codes
+    from pkm.text.encode import Encoder
+    from pkm.text.vocab import Vocab
+
+    config, _ = load_plan(work)
+    vocab = Vocab.load(work / "learn" / "vocab")
+    codes = Codes.load(work / "learn" / "codes")
+    encoder = Encoder(codes, vocab, escape=config.tokenizer.escape, normalize=config.tokenizer.normalize)
+    writer = ShardWriter(work / "corpus", f"train-{rank:05d}", vocab.size)
+    held: list[tuple[np.void, int, int, int, array]] = []
+    total, done = load_groups(work)[rank][2], 0
+    try:
+        for text, fate, entry in _group(work, rank, (Fate.TRAIN, Fate.SAMPLE, Fate.VALID, Fate.TEST)):
+            size = int(entry["bytes"])
+            if fate in (Fate.VALID, Fate.TEST):
+                ids = array(writer.ids.typecode)
+                held.append((entry, fate, encoder.encode(text, ids), size, ids))
+            else:
+                writer.end_document(encoder.encode(text, writer.ids), size)
+                done += size
+            tick(done / max(total, 1), writer.words)
+        _save_held(work / "encode" / f"{rank:05d}.npz", held, vocab.size)
+        shard = writer.close()
+    except BaseException:
+        writer.discard()
+        raise
+    return {"shard": asdict(shard), "words": shard.words + sum(h[2] for h in held), "documents": shard.documents}
+
+
+HELD = np.dtype(
+    [("high", "<u8"), ("low", "<u8"), ("fate", "u1"), ("words", "<i8"), ("bytes", "<i8"), ("tokens", "<i8")]
+)
+
+
+def _save_held(path: Path, held: list[tuple[np.void, int, int, int, array]], vocab_size: int) -> None:
+    rows = [(entry["high"], entry["low"], fate, words, size, len(ids)) for entry, fate, words, size, ids in held]
+    ids = np.concatenate([np.frombuffer(h[4], h[4].typecode) for h in held if len(h[4])] or [np.empty(0)])
+    with explained(path), open(path, "wb") as file:
+        np.savez(file, about=np.array(rows, HELD), ids=ids.astype(id_type(vocab_size)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load_held(work: Path, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """(about, ids) of all held-out articles: HELD entries, and their ids one after the other."""
+    about, ids = [np.empty(0, HELD)], [np.empty(0, np.uint16)]
+    for rank in range(groups):
+        path = work / "encode" / f"{rank:05d}.npz"
+        with explained(path), np.load(path) as held:
+            about.append(held["about"])
+            ids.append(held["ids"])
+    return np.concatenate(about), np.concatenate(ids)
