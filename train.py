@@ -52,7 +52,7 @@ def main() -> int:
         if run.is_finished():
             run.say(f"{run.directory} is finished; its report is {run.directory}/report.md")
             return 0
-        model = prepare(build_model(config, corpus.vocab.size).to(device), config)
+        model = prepare(build_model(config, corpus.vocab.size), config).to(device)
         optim = build_optimizers(config.optim, model)
         state = restore(run, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
         state = train(config, run, corpus, model, optim, state, stop)

@@ -169,6 +169,8 @@ class ParallelConfig(Part):
 
     values: Literal["replicated", "sharded"] = "replicated"
     """Every rank holds the values whole, or each d/R columns of every slot."""
+    batch_norm: Literal["all ranks", "each rank"] = "all ranks"
+    """Whose tokens the query's BatchNorm takes its statistics over."""
     activation_checkpointing: bool = False
     """Keep only each block's input for backward and compute the rest again: less memory, about a third more time."""
 

@@ -46,7 +46,8 @@ def start(device: torch.device) -> None:
     if td.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     try:
-        td.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # Tensors on the CPU travel by gloo in both cases.
+        td.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"cannot join the other ranks: {error}",
@@ -59,6 +60,11 @@ def stop() -> None:
     """Leave the other ranks."""
     if td.is_initialized():
         td.destroy_process_group()
+
+
+def share(rows: int) -> tuple[int, int]:
+    """This rank's [first, last) of `rows`."""
+    return rows * rank() // world_size(), rows * (rank() + 1) // world_size()
 
 
 def barrier() -> None:
@@ -146,7 +152,6 @@ class StopFlag:
             reason = f"{STOP_FILE} file"
         if world_size() == 1:
             return reason
-        device = torch.device("cuda", local_rank()) if td.get_backend() == "nccl" else torch.device("cpu")
-        agreed = torch.tensor(REASONS.index(reason), device=device)
+        agreed = torch.tensor(REASONS.index(reason))
         td.all_reduce(agreed, op=td.ReduceOp.MAX)
         return REASONS[int(agreed)]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pkm import dist
 from pkm.config import Config
 from pkm.corpus.batches import IGNORE, evaluation_batches
 from pkm.corpus.store import Corpus, Split
@@ -80,6 +81,9 @@ def evaluate(
             for layer, memory in model.memories():
                 indices, weights = memory.selection
                 meters[layer].update(indices[reads], weights[reads])
+    nll, tokens, words = _sum_over_ranks(nll, tokens, words)
+    for meter in meters.values():
+        meter.sum_over_ranks()
     if not math.isfinite(nll):
         raise UserError(
             f"the model's loss on the {split.name} split is {nll}",
@@ -104,21 +108,24 @@ def measure_speed(model: Transformer, corpus: Corpus, split: Split, config: Conf
     device = next(model.parameters()).device
     precision = pick_precision(config, device)
     word_ends = corpus.vocab.word_ends
-    tokens = words = 0
     with _inference(model), autocast(device, precision):
         for inputs, targets in islice(_batches(split, config, None), WARM_UP_BATCHES):
+            _wait(device)
+            started = time.perf_counter()
             model(_to(model, inputs), _to(model, targets))
-        _wait(device)
+            _wait(device)
+            one = time.perf_counter() - started
+        count = dist.broadcast_object(max(1, int(seconds / one)))  # every rank must do as many
+        tokens = words = 0
         started = time.perf_counter()
-        for inputs, targets in _batches(split, config, None):
+        for inputs, targets in islice(_batches(split, config, None), count):
             model(_to(model, inputs), _to(model, targets))
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
-            if time.perf_counter() - started > seconds:
-                break
         _wait(device)
         elapsed = time.perf_counter() - started
+    _, tokens, words = _sum_over_ranks(0.0, tokens, words)
     name = (
         torch.cuda.get_device_name() if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
     )
@@ -133,9 +140,18 @@ def measure_speed(model: Transformer, corpus: Corpus, split: Split, config: Conf
 
 
 def _batches(split: Split, config: Config, documents: int | None) -> Iterator[tuple[Any, Any]]:
-    return evaluation_batches(
-        split, config.corpus.context, config.evaluate.batch, stride=config.evaluate.stride, documents=documents
-    )
+    """This rank's windows of every batch; all ranks get as many batches, and rows of padding where text runs out."""
+    each = -(-config.evaluate.batch // dist.world_size())
+    rows = slice(dist.rank() * each, (dist.rank() + 1) * each)
+    together = each * dist.world_size()
+    stride = config.evaluate.stride
+    for inputs, targets in evaluation_batches(split, config.corpus.context, together, stride, documents):
+        yield inputs[rows], targets[rows]
+
+
+def _sum_over_ranks(nll: float, tokens: int, words: int) -> tuple[float, int, int]:
+    total = dist.all_reduce(torch.tensor([nll, tokens, words], dtype=torch.float64)).tolist()
+    return total[0], int(total[1]), int(total[2])
 
 
 @contextmanager

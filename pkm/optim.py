@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from pkm import dist
 from pkm.config import DenseOptim, OptimConfig, ValuesOptim
 from pkm.memory.adam import ValuesAdam
+from pkm.memory.ranks import sum_gradient
 from pkm.model import Transformer
 
 
@@ -129,6 +131,7 @@ class Optimizers:
 
     def __init__(self, settings: OptimConfig, model: Transformer):
         self.settings = settings
+        self.sharded = any(memory.sharded for _, memory in model.memories())
         tables = {f"blocks.{layer - 1}.memory.values": memory.values for layer, memory in model.memories()}
         named = dict(model.named_parameters())
         values = {name: p for name, p in named.items() if name.removesuffix(".weight") in tables}
@@ -151,9 +154,24 @@ class Optimizers:
         for group in self.groups.values():
             group.scale_gradients(factor)
 
+    def sum_over_ranks(self) -> None:
+        """After backward on several ranks: add up what they found for the values; the dense part is added up in backward."""
+        group = self.groups.get("values")
+        if group is None or self.sharded or dist.world_size() == 1:
+            return
+        if isinstance(group, ValuesAdam):
+            for table in group.tables:
+                sum_gradient(table)
+        else:
+            for p in group.parameters.values():
+                dist.all_reduce(p.grad)
+
     def gradient_norms(self) -> dict[str, float]:
-        """The Euclidean norm of each group's gradient."""
-        return {name: float(group.gradient_norm()) for name, group in self.groups.items()}
+        """The Euclidean norm of each group's gradient, over all ranks."""
+        norms = {name: group.gradient_norm() for name, group in self.groups.items()}
+        if self.sharded and "values" in norms:
+            norms["values"] = dist.all_reduce(norms["values"].square()).sqrt()
+        return {name: float(norm) for name, norm in norms.items()}
 
     def step(self, step: int, norms: dict[str, float]) -> None:
         """Clip each group to its own largest norm (FACTS: XLM clips the values apart from the rest), then update it."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import os
+from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
+import torch.distributed as td
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+from pkm import dist
+from pkm.collectives import sum_over_ranks
 from pkm.config import Config
 from pkm.errors import UserError
+from pkm.memory import ranks
+from pkm.memory.query import BatchNorm
 from pkm.model import Transformer
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,6 +41,8 @@ def pick_device(config: Config) -> torch.device:
     if not there[kind]:
         available = ", ".join(name for name in there if there[name])
         raise UserError(f"this machine has no {kind} device", "device", f"choose auto or one of: {available}")
+    if kind == "cuda" and "LOCAL_RANK" in os.environ:
+        return torch.device(kind, int(os.environ["LOCAL_RANK"]))
     return torch.device(kind)
 
 
@@ -63,12 +74,55 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
 
 
 def prepare(model: Transformer, config: Config) -> Transformer:
-    """Make the model run as the config asks: blocks compiled, activations recomputed in backward."""
+    """Make a model that was just built run as the config asks, before it goes to its device.
+
+    Blocks compiled or their activations recomputed in backward; with several ranks, BatchNorm over all of them and the
+    values' columns shared out.
+    """
     model.recompute = config.parallel.activation_checkpointing
+    if dist.world_size() > 1:
+        for _, memory in model.memories():
+            if config.parallel.batch_norm == "all ranks" and isinstance(memory.query.norm, BatchNorm):
+                memory.query.norm.sum_over_ranks = sum_over_ranks
+            if config.parallel.values == "sharded":
+                ranks.shard(memory.values)
+                memory.sharded = True
     if config.compile:
         for block in model.blocks:
             block.compile()  # one block at a time: they share the compiled code, so it is done in the time of a few
     return model
+
+
+def distribute(model: Transformer) -> nn.Module:
+    """The module to call in training: with several ranks, gradients of the dense part are summed over them in backward.
+
+    The values' gradients are left alone: they are compact, or each rank's own (pkm.memory.ranks).
+    """
+    if dist.world_size() == 1:
+        return model
+    values = [f"blocks.{layer - 1}.memory.values.weight" for layer, _ in model.memories()]
+    DDP._set_params_and_buffers_to_ignore_for_model(model, values)
+    # Every rank has built or loaded the same weights; nothing needs to be sent before the first step.
+    wrapped = DDP(model, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False)
+    wrapped.register_comm_hook(None, _sum)
+    return wrapped
+
+
+def last_only(module: nn.Module, last: bool) -> AbstractContextManager[object]:
+    """Within it, gradients are summed over ranks only if this is the `last` micro-batch of a step."""
+    return nullcontext() if last or not isinstance(module, DDP) else module.no_sync()
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A batch on its device; to a GPU from pinned memory, so that the copy runs while the GPU computes."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _sum(state: object, bucket: td.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Add up gradients; DDP's own default would average them, which the loss already does."""
+    work = td.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

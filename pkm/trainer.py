@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pkm import dist
 from pkm.config import Config
@@ -20,7 +20,7 @@ from pkm.evaluate import evaluate, recording
 from pkm.memory.usage import UsageMeter
 from pkm.model import Transformer
 from pkm.optim import LossScale, Optimizers
-from pkm.parallel import autocast, peak_flops, pick_precision
+from pkm.parallel import autocast, distribute, last_only, peak_flops, pick_precision, to_device
 from pkm.profiler import profiled
 from pkm.run import Run
 
@@ -78,9 +78,12 @@ def train(
     scale.load(state.loss_scale or scale.record())
     batches = TrainingBatches(corpus.train, config.corpus.context, config.sequences, config.seed)
     clock = Clock(state.step, steps, config.max_minutes)
+    module, rows = distribute(model), dist.share(config.sequences)
     work, peak = flops(config, corpus.vocab.size).training, peak_flops(device, precision)
     model.train()
     run.status("running", state.step)
+    if dist.world_size() > 1:
+        rehearse(config, module, model, batches.slice(0, *rows), precision)
 
     for step in progress(run, state.step, steps):
         logs = step % config.log.every_steps == 0 or step in (1, steps)
@@ -90,7 +93,8 @@ def train(
             torch.manual_seed(config.seed * 1_000_003 + step * 1_009 + dist.rank())
             buffers = [buffer.clone() for buffer in model.buffers()]
             optim.clear()
-            loss, meters = backward(config, model, batches.batch(step - 1), scale.value, precision, measures=logs)
+            loss, meters = backward(config, module, model, batches.slice(step - 1, *rows), scale.value, precision, logs)
+            optim.sum_over_ranks()
             optim.scale_gradients(1 / scale.value)
             norms = optim.gradient_norms()
 
@@ -147,17 +151,19 @@ def train(
 
 def backward(
     config: Config,
+    module: nn.Module,
     model: Transformer,
     batch: tuple[np.ndarray, np.ndarray],
     scale: float,
     precision: str,
     measures: bool,
 ) -> tuple[float, dict[int, UsageMeter]]:
-    """Add the gradient of `scale` times the batch's mean loss to `.grad`, a micro-batch at a time.
+    """Add the gradient of `scale` times the global batch's mean loss to `.grad`, a micro-batch at a time.
 
-    batch       inputs and targets, int64 (sequences, context)
+    module      what is called: the model, or the model with its gradients summed over ranks
+    batch       this rank's inputs and targets, int64 (windows, context)
     measures    also count what the memories read
-    Returns the mean loss, nats per token, and a meter for each layer with a memory (none without `measures`).
+    Returns the global batch's mean loss, nats per token, and a meter for each layer with a memory (none without `measures`).
     """
     device = next(model.parameters()).device
     inputs, targets = batch
@@ -165,14 +171,31 @@ def backward(
     meters = {n: UsageMeter(m.slots, m.heads) for n, m in model.memories()} if measures else {}
     total = torch.zeros((), device=device)
     for first in range(0, len(inputs), size):
-        ids, wanted = (torch.from_numpy(part[first : first + size]).to(device) for part in (inputs, targets))
-        with autocast(device, precision), recording(model, measures):
-            loss = model(ids, wanted) / targets.size
-        (loss * scale).backward()
+        ids, wanted = (to_device(part[first : first + size], device) for part in (inputs, targets))
+        last = first + size >= len(inputs)
+        with last_only(module, last), autocast(device, precision), recording(model, measures):
+            loss = module(ids, wanted) / config.optim.batch_tokens
+            (loss * scale).backward()
         total += loss.detach()
         for layer, meter in meters.items():
             meter.update(*model.memory(layer).selection)
-    return float(total), meters
+    for meter in meters.values():
+        meter.sum_over_ranks()
+    return float(dist.all_reduce(total)), meters
+
+
+def rehearse(
+    config: Config, module: nn.Module, model: Transformer, batch: tuple[np.ndarray, np.ndarray], precision: str
+) -> None:
+    """One backward pass that leaves nothing behind.
+
+    After its first one DDP lays out its buckets anew, and with them the order in which more than two ranks are added up:
+    a resumed run must take its first step with the layout that the run before it had.
+    """
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    backward(config, module, model, batch, 1.0, precision, measures=False)
+    for buffer, saved in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(saved)
 
 
 def save(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus, state: State, best: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pkm.config import MemoryConfig
 from pkm.memory.keys import FlatKeys, ProductKeys
 from pkm.memory.query import QueryNetwork
+from pkm.memory.ranks import read_sharded
 from pkm.memory.values import Values
 
 
@@ -19,6 +20,7 @@ class MemoryLayer(nn.Module):
 
     record     if True, `selection` holds what the last forward read: (indices (N, H, k) int64, weights (N, H, k) fp32) of the
                tokens that are not padding
+    sharded    if True, `values` holds this rank's columns only (pkm.memory.ranks)
     """
 
     selection: tuple[Tensor, Tensor]
@@ -36,6 +38,7 @@ class MemoryLayer(nn.Module):
             self.keys = FlatKeys(config.heads, config.slots, config.query.dim)
         self.values = Values(self.keys.slots, dim)
         self.record = False
+        self.sharded = False
 
     @property
     def slots(self) -> int:
@@ -58,4 +61,6 @@ class MemoryLayer(nn.Module):
         if real is not None:
             indices = indices.masked_fill(~real.view(-1, 1, 1), -1)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        if self.sharded:
+            return read_sharded(self.values, indices.flatten(1), weights.flatten(1), dtype).view(x.shape)
         return self.values.read(indices.flatten(1), weights.flatten(1), dtype).view(x.shape)

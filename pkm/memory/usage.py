@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pkm import dist
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -34,7 +36,6 @@ class UsageMeter:
     weights  (K,) float64: z', the sum of w(x)_i over tokens and heads (paper 4.3)
     tokens   tokens seen
     shared   slots that two heads share, summed over tokens and pairs of heads
-    All three may be summed over ranks before `result`.
     """
 
     def __init__(self, slots: int, heads: int):
@@ -51,6 +52,12 @@ class UsageMeter:
         # A slot that m heads select is m equal neighbours in sorted order: m * (m - 1) / 2 equal pairs, none further than H - 1 apart.
         together = indices.flatten(1).sort(-1).values
         self.shared += sum(int((together[:, lag:] == together[:, :-lag]).sum()) for lag in range(1, self.heads))
+
+    def sum_over_ranks(self) -> None:
+        """Take in what every rank's meter counted; to be called once, on all ranks, before `result`."""
+        counts = dist.all_reduce(torch.tensor([self.tokens, self.shared], dtype=torch.float64))
+        self.tokens, self.shared = int(counts[0]), int(counts[1])
+        self.weights = dist.all_reduce(self.weights)
 
     def result(self) -> Usage:
         """Usage of all tokens so far; ValueError if there were none, or their weights were not finite."""
