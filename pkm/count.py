@@ -20,6 +20,8 @@ SPECIAL_IDS = 14
 PAPER_VOCABULARY = 60_000 + SPECIAL_IDS
 """BPE splits of the paper; what is counted with as long as there is no prepared corpus."""
 FP32 = 4
+CHUNK_LOGITS = 2**26
+"""Logits that exist at a time (pkm.loss, which needs torch)."""
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6, "auto": 4}
 
 
@@ -151,7 +153,7 @@ class TrainingBytes:
     """Dense fp32; of the values, whole for `update: dense`, else the rows that an update can touch at most."""
     adam: int
     activations: int
-    """An estimate of what backward keeps (see `activation_bytes_per_token`)."""
+    """An estimate of what backward keeps (see `activation_bytes`)."""
 
     @property
     def total(self) -> int:
@@ -178,7 +180,7 @@ def training_bytes(config: Config, vocab_size: int, ranks: int = 1) -> TrainingB
         weights=count.dense * FP32 + count.values // share * BYTES[values.dtype],
         gradients=count.dense * FP32 + value_gradients,
         adam=count.dense * 2 * FP32 + count.values // share * 2 * BYTES[values.state_dtype],
-        activations=at_once * config.corpus.context * activation_bytes_per_token(config, vocab_size),
+        activations=activation_bytes(config, vocab_size, at_once * config.corpus.context),
     )
 
 
@@ -189,22 +191,32 @@ def _touched_rows(config: Config, tokens: int) -> int:
     return len(config.memory_layers) * min(config.slots, tokens * config.memory.heads * config.memory.knn)
 
 
-def activation_bytes_per_token(config: Config, vocab_size: int) -> int:
-    """About what backward needs of a token, in bytes; temporary buffers come on top.
+def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
+    """About what a forward pass over `tokens` tokens keeps for backward; temporary buffers come on top.
 
-    block         d of: input, q, k, v, heads' output, projection, its sum and norm, the sublayer's output, sum and norm
-    feed-forward  f before and after the activation
-    memory        H q before and after normalisation; 2 H C (flat: H K) scores, H k indices (8 bytes) and weights in fp32
-    output        V logits, their fp32 copy and its gradient
+    per token, with a bytes for what products of matrices take and give, 4 for what stays in fp32:
+    block         d of: input, q, k, v, heads' output, the feed-forward network's input (a); both residual sums (4)
+    feed-forward  f before the activation if that is GELU, f after it (a)
+    memory        H q as projected (a), centred and normalised (4); 2 H C (flat: H K) scores; H k indices (8) and weights
+    With activation checkpointing only the blocks' inputs and what the largest block keeps while it is done again.
+
+    once: the dense weights in lower precision; the output layer's gradient; one chunk of logits and their errors.
     """
     a, d = BYTES[config.precision], config.model.dim
-    total = config.model.layers * 11 * d * a + _feed_forwards(config) * 2 * config.ffn * a
+    block = d * (6 * a + 2 * FP32)
+    feed_forward = (2 if config.model.activation == "gelu" else 1) * config.ffn * a
     m = config.memory
+    memory = 0
     if m is not None:
         scores = m.heads * (config.slots if m.keys == "flat" else 2 * (m.sub_keys or 0)) * FP32
-        selected = m.heads * m.knn * (8 + FP32)
-        total += len(config.memory_layers) * (2 * m.heads * m.query.dim * a + scores + selected)
-    return total + vocab_size * (a + 2 * FP32)
+        memory = m.heads * m.query.dim * (a + 2 * FP32) + scores + m.heads * m.knn * (8 + FP32)
+    if config.parallel.activation_checkpointing:
+        token = config.model.layers * d * FP32 + block + feed_forward + memory
+    else:
+        token = config.model.layers * block + _feed_forwards(config) * feed_forward + len(config.memory_layers) * memory
+    copies = parameters(config, vocab_size).dense * a if a < FP32 else 0
+    logits = min(tokens * vocab_size, CHUNK_LOGITS) * (FP32 + a)
+    return tokens * (token + d * a) + copies + vocab_size * d * FP32 + logits
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:

@@ -173,11 +173,64 @@ class TestBytes:
         assert count.training_bytes(made, VOCABULARY, ranks=4).weights == 2380 * 4 + 50 * 4
         assert count.checkpoint_bytes(made, VOCABULARY) == 2580 * 12
 
-    def test_accumulation_lowers_activations_and_nothing_else(self, tmp_path: Path) -> None:
+    def test_accumulation_and_recomputation_lower_activations_and_nothing_else(self, tmp_path: Path) -> None:
         whole = count.training_bytes(config(tmp_path, MINIMAL + MEMORY), VOCABULARY)
-        parts = count.training_bytes(config(tmp_path, MINIMAL + MEMORY, "optim.micro_batch=2"), VOCABULARY)
-        assert parts.activations * 4 == whole.activations
-        assert (parts.weights, parts.gradients, parts.adam) == (whole.weights, whole.gradients, whole.adam)
+        for override in ("optim.micro_batch=2", "parallel.activation_checkpointing=true"):
+            less = count.training_bytes(config(tmp_path, MINIMAL + MEMORY, override, "model.layers=12"), VOCABULARY)
+            more = count.training_bytes(config(tmp_path, MINIMAL + MEMORY, "model.layers=12"), VOCABULARY)
+            assert less.activations < more.activations
+            assert (less.weights, less.gradients, less.adam) == (more.weights, more.gradients, more.adam)
+        assert whole.total == whole.weights + whole.gradients + whole.adam + whole.activations
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            [],
+            ["precision=bf16"],
+            ["memory=null"],
+            ["memory=null", "precision=bf16", "model.norm=pre"],
+            ["memory=null", "model.activation=relu", "model.layers=6"],
+            ["memory.sub_keys=256", "memory.layers=[1, 2]"],
+        ],
+    )
+    def test_activations_are_estimated_within_a_quarter(self, overrides: list[str]) -> None:
+        """Against the tensors that autograd saves; shared storage counted once, parameters not at all."""
+        import torch
+
+        from pkm.model import build_model
+
+        smaller = [
+            "model.dim=128",
+            "model.layers=3",
+            "memory.layers=[2]",
+            "memory.query.dim=128",
+            "optim.batch_tokens=1024",
+        ]
+        made = load(REPOSITORY / "configs/quickstart.yaml", [*smaller, *overrides]).config
+        vocab_size = 500
+        model = build_model(made, vocab_size)
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        ids = torch.randint(14, vocab_size, (made.sequences, made.corpus.context + 1))
+        bf16 = torch.autocast("cpu", torch.bfloat16, enabled=made.precision == "bf16")
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), bf16:
+            model(ids[:, :-1], ids[:, 1:])
+        # Logits are gone by then: the loss works out their gradient at once.
+        logits = ids[:, 1:].numel() * vocab_size * (4 + count.BYTES[made.precision])
+        estimate = count.training_bytes(made, vocab_size).activations - logits
+        assert estimate == pytest.approx(sum(saved.values()), rel=0.25)
+
+    def test_the_chunk_of_logits_is_the_losses_own(self) -> None:
+        from pkm.loss import CHUNK_LOGITS
+
+        assert count.CHUNK_LOGITS == CHUNK_LOGITS
 
 
 class TestSummary:

@@ -21,7 +21,8 @@ ORDER = """
     errors  version  files  faults  lock  dist  collectives
     yamltree  allowed  schemacheck  configfile  config  count
     text.vocab  text.perl_classes  text.moses_rules  text.moses  text.normalize  text.detokenize  text.bpe  text.encode
-    corpus.settings  corpus.streams  corpus.records  corpus.sources  corpus.extract  corpus.warc  corpus.readers
+    corpus.settings  corpus.damage  corpus.streams  corpus.records  corpus.sources  corpus.unfinished
+    corpus.extract  corpus.warc  corpus.readers
     corpus.filters  corpus.store  corpus.batches  corpus.spool  corpus.decide  corpus.engine  corpus.tasks  corpus.learn
     corpus.prepare  corpus.sample
     memory.kernels.update  memory.kernels.pairs  memory.kernels.reference  memory.kernels.statistics
