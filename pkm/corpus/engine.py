@@ -103,8 +103,7 @@ class Task:
         except Exception as error:
             _write_failure(folder / "failed" / f"{rank:05d}", error)
             raise RuntimeError(f"task {rank} of {self.stage} failed") from None
-        peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        result |= {"seconds": time.monotonic() - began, "peak_kilobytes": peak}
+        result |= {"seconds": time.monotonic() - began, "peak_kilobytes": peak_kilobytes()}
         atomic_write(report, json.dumps(result, ensure_ascii=False))
         running.unlink(missing_ok=True)
 
@@ -127,6 +126,12 @@ def run_stage(stage: Stage, executor: Executor, watch: Callable[[Progress], None
         _run_on_slurm(stage, executor, watch)
     else:
         _run_here(stage, min(executor.workers or cores(), len(missing)), watch)
+
+
+def peak_kilobytes() -> int:
+    """The most memory this process, or one it has waited for, ever held."""
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return peak // 1024 if sys.platform == "darwin" else peak
 
 
 def cores() -> int:
@@ -161,9 +166,8 @@ def _run_here(stage: Stage, workers: int, watch: Callable[[Progress], None]) -> 
     monitor = _Monitor(stage)
     try:
         while thread.is_alive():
-            thread.join(0.2)
-            if thread.is_alive():
-                watch(monitor.look(workers > 1))
+            watch(monitor.look(workers > 1))
+            thread.join(TICK_SECONDS)
         _raise_failure(stage)
         if outcome:
             raise outcome[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import zstandard
 
+from pkm.corpus.engine import peak_kilobytes
 from pkm.corpus.settings import PrepareConfig
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained
@@ -43,7 +43,7 @@ def learn(
         "tasks": 1,
         "words": sum(words.values()),
         "seconds": time.monotonic() - began,
-        "peak_kilobytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "peak_kilobytes": peak_kilobytes(),
     }
     say(f"{len(words):,} different words in the sample; a vocabulary of {vocab.size:,}")
 

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from pkm.corpus.settings import PrepareConfig
 from pkm.corpus.sources import Input, Piece, list_inputs, needs_unpacking, piece_bytes, pieces_of, units_of
 from pkm.corpus.spool import spooled_index
 from pkm.corpus.store import SPLITS, Shard, ShardWriter, read_manifest, write_manifest
-from pkm.corpus.unfinished import keep_what_stands, listing, settings_of, working_directory
+from pkm.corpus.unfinished import keep_what_stands, listing, settings_of, working_directory, working_path
 from pkm.errors import UserError
-from pkm.files import atomic_write, explained, publish
+from pkm.files import atomic_write, explained, fsync_tree, publish
 from pkm.text.vocab import Vocab
 
 SMALLEST_SHARD, LARGEST_SHARD, SHARDS = 4 << 20, 64 << 20, 64
@@ -51,6 +51,10 @@ def prepare(config: PrepareConfig, show: Show, say: Callable[[str], None]) -> Ou
     final = config.directory
     if final.exists():
         _check_same(config, final)
+        if working_path(final).exists():
+            # Killed after the corpus was published.
+            with working_directory(final) as work:
+                shutil.rmtree(work)
         return Outcome(fresh=False)
     outcome = Outcome(fresh=True)
     inputs = list_inputs(config)
@@ -68,6 +72,9 @@ def prepare(config: PrepareConfig, show: Show, say: Callable[[str], None]) -> Ou
 
 def _check_same(config: PrepareConfig, final: Path) -> None:
     """UserError unless the corpus that is there was prepared from these files with these settings."""
+    if not (final / "manifest.json").exists():
+        fix = "choose another `name` or `output`, or remove it"
+        raise UserError("something is there already that is not a prepared corpus", str(final), fix)
     manifest = read_manifest(final)
     differing = list(_differences(manifest.get("settings"), settings_of(config)))
     if differing:
@@ -106,6 +113,7 @@ def _read(config: PrepareConfig, inputs: list[Input], work: Path, show: Show, ou
     """Unpack what has to be, read everything, filter, spool."""
     target = piece_bytes(inputs)
     large = [file for file in inputs if needs_unpacking(file, target)]
+    atomic_write(work / "unpack.json", json.dumps({"target": target, "files": [asdict(file) for file in large]}))
     damage = DamageLimit(config.limits.damaged, sum(file.size for file in inputs))
     chunks: dict[str, list[Piece]] = {}
     if large:
@@ -147,15 +155,17 @@ def _decide(config: PrepareConfig, damage: DamageLimit, work: Path, say: Callabl
         what = f"there is no article in the input (dropped: {dropped})" + examples(damage.named, "damaged", "too_large")
         raise UserError(what, "sources", "check paths, `format`, `documents`, `column`, and `filters`")
     if decision.distinct <= held.valid + held.test:
+        few = max(1, decision.distinct // 20)
         raise UserError(
             f"there are {decision.distinct} different articles (dropped: {dropped}), too few to hold out {held.valid} for "
             f"validation and {held.test} for test",
             where="held_out",
-            fix="lower held_out.valid and held_out.test, or add text",
+            fix=f"hold out fewer, for example held_out.valid={few} held_out.test={few}, or add text",
         )
     for unit, fates in enumerate(decision.fates):
         with explained(work):
             np.save(work / "decide" / f"{unit:05d}.npy", fates)
+    fsync_tree(work / "decide")
     trained = [_train_bytes(stem, fates) for stem, fates in zip(stems, decision.fates, strict=True)]
     atomic_write(work / "groups.json", json.dumps(_groups(trained)))
     say(

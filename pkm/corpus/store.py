@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pkm.errors import UserError
-from pkm.files import atomic_write, explained, sha256
+from pkm.files import atomic_write, explained, fsync_directory, sha256
 from pkm.text.vocab import Vocab
 
 if TYPE_CHECKING:
@@ -289,6 +289,7 @@ class ShardWriter:
                 os.fsync(file.fileno())
                 file.close()
                 os.replace(temporary, self.directory / f"{self.name}.{suffix}")
+            fsync_directory(self.directory)
         digests = [digest.hexdigest() for digest in self._hashes]
         return Shard(self.name, self.documents, self.words, self.tokens, self.bytes, self.max_id, *digests)
 

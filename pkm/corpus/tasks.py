@@ -1,6 +1,7 @@
 """The four kinds of work that run in parallel: unpack, read, count, encode. Each is a function of (work directory, rank).
 
-work/plan.json           settings and inputs
+work/config.json         the settings
+work/unpack.json         large compressed files, and how large their chunks should be
 work/unpack/             chunks of large compressed files, one task a file
 work/units.jsonl         what each read task reads
 work/read/00007.docs     kept articles of unit 7, .npy their hashes and sizes, .json what was dropped and why
@@ -31,21 +32,21 @@ from pkm.corpus.decide import Fate
 from pkm.corpus.engine import Tick
 from pkm.corpus.filters import Filter
 from pkm.corpus.readers import read_piece
-from pkm.corpus.records import Skipped, too_large
+from pkm.corpus.records import Found, Skipped, too_large
 from pkm.corpus.settings import PrepareConfig
-from pkm.corpus.sources import Input, Piece, needs_unpacking, piece_bytes
+from pkm.corpus.sources import Input, Piece
 from pkm.corpus.spool import SpoolWriter, spooled, spooled_index
 from pkm.corpus.store import ShardWriter, id_type
 from pkm.corpus.streams import Damaged, lines, open_unpacked
+from pkm.errors import UserError
 from pkm.files import atomic_write, explained
 
 NAMED = 20
 """Damaged records that a task names; the others are counted."""
 
 
-def load_plan(work: Path) -> tuple[PrepareConfig, list[Input]]:
-    plan = json.loads((work / "plan.json").read_bytes())
-    return PrepareConfig.model_validate(plan["config"]), [Input(**file) for file in plan["inputs"]]
+def load_config(work: Path) -> PrepareConfig:
+    return PrepareConfig.model_validate_json((work / "config.json").read_bytes())
 
 
 def save_units(work: Path, units: Iterable[list[Piece]]) -> None:
@@ -56,8 +57,11 @@ def save_units(work: Path, units: Iterable[list[Piece]]) -> None:
 def load_units(work: Path) -> Iterator[list[Piece]]:
     """What each read task reads, one after the other."""
     with open(work / "units.jsonl", encoding="utf-8") as file:
-        for line in file:
-            yield [Piece(Input(**piece.pop("file")), **piece) for piece in json.loads(line)]
+        yield from map(_unit, file)
+
+
+def _unit(line: str) -> list[Piece]:
+    return [Piece(Input(**piece.pop("file")), **piece) for piece in json.loads(line)]
 
 
 class Tally:
@@ -86,9 +90,9 @@ class Tally:
 
 def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     """Hand out the text of a large compressed file: chunks that end where a record ends, compressed lightly."""
-    config, inputs = load_plan(work)
-    target = piece_bytes(inputs)
-    file = [file for file in inputs if needs_unpacking(file, target)][rank]
+    config = load_config(work)
+    plan = json.loads((work / "unpack.json").read_bytes())
+    file, target = Input(**plan["files"][rank]), plan["target"]
     limit = int(config.limits.document_megabytes * 2**20)
     tally = Tally()
     chunks: list[dict[str, Any]] = []
@@ -145,8 +149,9 @@ class _Chunk:
 
 def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     """Read a unit's pieces, filter its articles, and spool those that stay."""
-    config, _ = load_plan(work)
-    pieces = next(islice(load_units(work), rank, None))
+    config = load_config(work)
+    with open(work / "units.jsonl", encoding="utf-8") as lines_of_units:
+        pieces = _unit(next(islice(lines_of_units, rank, None)))
     limit = int(config.limits.document_megabytes * 2**20)
     judge = Filter(config.filters)
     tally = Tally()
@@ -154,7 +159,7 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     total, done = max(1, sum(piece.text_bytes for piece in pieces)), 0
     for piece in pieces:
         seen = 0
-        for found in read_piece(piece, limit):
+        for found in _found(piece, limit):
             tally.records += not (isinstance(found, Skipped) and found.kind == "other")
             if isinstance(found, Skipped):
                 tally.skip(found)
@@ -177,6 +182,14 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     return {**tally.report(), "documents": spool.documents, "bytes": spool.bytes}
 
 
+def _found(piece: Piece, limit: int) -> Iterator[Found]:
+    try:
+        yield from read_piece(piece, limit)
+    except OSError as error:
+        fix = "run the same command again when it can be read: it goes on where it was"
+        raise UserError(f"reading failed: {error}", piece.file.url, fix) from error
+
+
 def load_groups(work: Path) -> list[tuple[int, int, int]]:
     """(first unit, last unit + 1, bytes for training) of every shard."""
     return json.loads((work / "groups.json").read_bytes())
@@ -197,22 +210,29 @@ def _group(work: Path, rank: int, fates: tuple[Fate, ...]) -> Iterator[tuple[str
 
 def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     """Count the words of a group's share of the sample."""
-    from pkm.text.moses_rules import tokenize_line
+    from pkm.text.chunks import NEWLINE, document_keys, key_tokens
+    from pkm.text.normalize import normalize_xlm
 
-    config, _ = load_plan(work)
+    config = load_config(work)
+    keys: Counter[str] = Counter()
+    words = done = 0
+    total = max(1, load_groups(work)[rank][2])
+    for text, _, entry in _group(work, rank, (Fate.SAMPLE,)):
+        found = document_keys(normalize_xlm(text) if config.tokenizer.normalize else text)
+        keys.update(found)
+        words += len(found)
+        done += int(entry["bytes"])
+        tick(done / total, words)
     counts: Counter[str] = Counter()
-    words = 0
-    for text, _, _ in _group(work, rank, (Fate.SAMPLE,)):
-        for line in text.split("\n"):
-            found = tokenize_line(line, config.tokenizer.escape).split()
-            counts.update(found)
-            words += len(found)
-        tick(0.5, words)
+    del keys[NEWLINE]
+    for key, times in keys.items():
+        for word in key_tokens(key, config.tokenizer.escape).split(" "):
+            counts[word] += times
+    del counts[""]
     path = work / "count" / f"{rank:05d}.words"
     content = "".join(f"{word} {number}\n" for word, number in sorted(counts.items())).encode()
-    with explained(path):
-        path.write_bytes(zstandard.ZstdCompressor(level=3).compress(content))
-    return {"words": words}
+    atomic_write(path, zstandard.ZstdCompressor(level=3).compress(content))
+    return {"words": sum(counts.values())}
 
 
 def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
@@ -221,7 +241,7 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     from pkm.text.encode import Encoder
     from pkm.text.vocab import Vocab
 
-    config, _ = load_plan(work)
+    config = load_config(work)
     vocab = Vocab.load(work / "learn" / "vocab")
     codes = Codes.load(work / "learn" / "codes")
     encoder = Encoder(codes, vocab, escape=config.tokenizer.escape, normalize=config.tokenizer.normalize)

@@ -21,7 +21,7 @@ from pkm.files import atomic_write, explained, sha256
 # Raised when the same settings and files would give other bytes than before.
 VERSION = 1
 OUTPUTS = {
-    "read": ("unpack", "units.jsonl", "read", "logs/unpack", "logs/read"),
+    "read": ("unpack", "unpack.json", "units.jsonl", "read", "logs/unpack", "logs/read"),
     "decide": ("decide", "groups.json"),
     "learn": ("count", "learn", "logs/count"),
     "encode": ("encode", "corpus", "logs/encode"),
@@ -29,10 +29,14 @@ OUTPUTS = {
 """Stages that stand or fall together, in order, and what they write."""
 
 
+def working_path(final: Path) -> Path:
+    return final.with_name(final.name + ".preparing")
+
+
 @contextmanager
 def working_directory(final: Path) -> Iterator[Path]:
     """The working directory of the corpus to be at `final`, for one process at a time."""
-    work = final.with_name(final.name + ".preparing")
+    work = working_path(final)
     with explained(work):
         work.mkdir(parents=True, exist_ok=True)
         lock = open(work / "lock", "w")  # noqa: SIM115
@@ -69,8 +73,7 @@ def keep_what_stands(config: PrepareConfig, inputs: list[Input], work: Path, say
     atomic_write(file, json.dumps(keys))
     for name in ("unpack", "read", "decide", "count", "learn", "encode", "corpus"):
         (work / name).mkdir(exist_ok=True)
-    plan = {"config": settings_of(config), "inputs": [asdict(file) for file in inputs]}
-    atomic_write(work / "plan.json", json.dumps(plan, ensure_ascii=False))
+    atomic_write(work / "config.json", config.model_dump_json())
 
 
 def _keys(config: PrepareConfig, inputs: list[Input]) -> dict[str, str]:
