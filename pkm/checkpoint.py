@@ -133,11 +133,13 @@ class Checkpoints:
             faults.point("checkpoint:end")
         except OSError as error:
             refusal = files.refusal(error, self.root)
-            raise self._cannot_save(step, refusal.what if isinstance(refusal, UserError) else str(error)) from error
+            explained = refusal if isinstance(refusal, UserError) else UserError(str(error))
+            raise self._cannot_save(step, explained) from error
         except UserError as error:
-            raise self._cannot_save(step, error.what) from error
+            raise self._cannot_save(step, error) from error
         except Damaged as damage:
-            raise self._cannot_save(step, f"what was written reads back differently: {damage}") from damage
+            differs = UserError(f"what was written reads back differently: {damage}", fix="have the disk checked")
+            raise self._cannot_save(step, differs) from damage
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         return final
@@ -172,15 +174,17 @@ class Checkpoints:
         needed = sum(tensor.nbytes for tensor in tensors.values()) + _SLACK_BYTES
         free = files.free_bytes(self.root)
         if free < needed:
-            raise UserError(f"it takes {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB free")
+            raise UserError(
+                f"it takes {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB free",
+                fix="free some space, then run the same command again",
+            )
 
-    def _cannot_save(self, step: int, reason: str) -> UserError:
+    def _cannot_save(self, step: int, reason: UserError) -> UserError:
         before = [s for s in self.steps() if s != step]
-        again = f"; the run goes on from step {before[-1]}" if before else ""
         return UserError(
-            f"cannot save the checkpoint of step {step}: {reason}",
+            f"cannot save the checkpoint of step {step}: {reason.what}",
             where=str(self.root),
-            fix=f"make room or make it writable, then give the same command again{again}",
+            fix=(reason.fix or "see to it") + (f" (the run goes on from step {before[-1]})" if before else ""),
         )
 
     # ---- retention --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from pkm import checkpoint, files, tensorfile
 from pkm.checkpoint import POINTS, Checkpoints, Damaged
 from pkm.errors import UserError
-from tests.forked import error_of, exit_code_of, open_to_all, small_disk, without_root
+from tests.forked import error_of, exit_code_of, small_disk, without_root
 
 SHARD, MANIFEST = "rank-00000.safetensors", "manifest.json"
 
@@ -414,21 +414,21 @@ def test_a_full_disk_at_any_stage_of_a_save_leaves_the_previous_checkpoint(tmp_p
 
 
 def test_checkpoints_that_cannot_be_written_or_read_are_named(tmp_path):
-    with open_to_all() as root:
-        saved(root, 1, 2)
-        os.chmod(root, 0o555)
-        error = error_of(lambda: saved(root, 3), UserError, before=without_root)
-        assert "cannot save the checkpoint of step 3: no permission" in error and str(root) in error
-        os.chmod(root, 0o777)
+    root = tmp_path / "checkpoints"
+    saved(root, 1, 2)
+    os.chmod(root, 0o555)
+    error = error_of(lambda: saved(root, 3), UserError, before=without_root)
+    assert "cannot save the checkpoint of step 3: no permission" in error and str(root) in error
+    os.chmod(root, 0o777)
 
-        heard = root / "heard"
-        os.chmod(root / "step-0000002" / SHARD, 0)
-        assert not error_of(
-            lambda: heard.write_text(warnings_of(root, Checkpoints._newest)[1][0]), UserError, before=without_root
-        )
-        assert f"step-0000002 is damaged: {SHARD} cannot be read: no permission" in heard.read_text()
+    heard = tmp_path / "heard"
+    os.chmod(root / "step-0000002" / SHARD, 0)
+    assert not error_of(
+        lambda: heard.write_text(warnings_of(root, Checkpoints._newest)[1][0]), UserError, before=without_root
+    )
+    assert f"step-0000002 is damaged: {SHARD} cannot be read: no permission" in heard.read_text()
 
-        os.chmod(root, 0)
-        error = error_of(lambda: Checkpoints(root, 1).newest(), UserError, before=without_root)
-        assert "cannot list the checkpoints: Permission denied" in error
-        os.chmod(root, 0o777)
+    os.chmod(root, 0)
+    error = error_of(lambda: Checkpoints(root, 1).newest(), UserError, before=without_root)
+    assert "cannot list the checkpoints: Permission denied" in error
+    os.chmod(root, 0o777)

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pkm.errors import UserError
 from pkm.metrics import Metrics, read
-from tests.forked import error_of, open_to_all, small_disk, without_root
+from tests.forked import error_of, small_disk, without_root
 
 
 def written(directory, steps, tensorboard=False):
@@ -131,8 +131,8 @@ def test_a_full_disk_is_named(tmp_path):
         written(disk, range(100_000))
 
 
-def test_a_directory_without_permission_is_named():
-    with open_to_all() as directory:
-        os.chmod(directory, 0o555)
-        error = error_of(lambda: written(directory, [1]), UserError, before=without_root)
-        assert "metrics.jsonl: no permission" in error
+def test_a_directory_without_permission_is_named(tmp_path):
+    os.chmod(tmp_path, 0o555)
+    error = error_of(lambda: written(tmp_path, [1]), UserError, before=without_root)
+    os.chmod(tmp_path, 0o777)
+    assert "metrics.jsonl: no permission" in error

@@ -10,7 +10,7 @@ from pkm.configfile import dump
 from pkm.errors import UserError
 from pkm.lock import Lock
 from pkm.run import Run, read_status
-from tests.forked import error_of, exit_code_of, open_to_all, without_root
+from tests.forked import error_of, exit_code_of, without_root
 from tests.tiny import tiny_config
 
 
@@ -175,12 +175,11 @@ def test_what_is_said_is_logged(opened):
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000])
-def test_a_directory_without_permission_is_named(mode):
-    with open_to_all() as root:
-        os.chmod(root, mode)
-        config = tiny_config(runs=root)
-        error = error_of(lambda: Run.open(config, dump(config)), UserError, before=without_root)
-        assert f"{root}/tiny: no permission" in error and "fix: " in error
+def test_a_directory_without_permission_is_named(opened, tmp_path, mode):
+    os.chmod(tmp_path, mode)
+    error = error_of(opened, UserError, before=without_root)
+    os.chmod(tmp_path, 0o777)
+    assert f"{opened.directory}: no permission" in error and "fix: " in error
 
 
 def test_a_file_where_the_directory_should_be_is_named(opened):
