@@ -167,7 +167,7 @@ def _words(choice: dict[str, Any], allowed: Allowed) -> str:
         "object": "a section of keys",
         "array": "a list",
     }.get(choice.get("type", ""), "any value")
-    bounds = " and ".join(f"{sign} {choice[key]:g}" for key, sign in BOUNDS if key in choice)
+    bounds = " and ".join(f"{sign} {choice[key]}" for key, sign in BOUNDS if key in choice)
     if choice.get("type") == "array":
         return _list_words(choice, allowed)
     if pattern := choice.get("patternErrorMessage") or choice.get("pattern"):

@@ -213,7 +213,7 @@ class Config(Part):
     """The run's directory below `runs`."""
     runs: Where = Path("runs")
     """Where run directories are made."""
-    seed: Natural = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """Of initialisation, data order and dropout."""
     corpus: CorpusConfig
     model: ModelConfig = ModelConfig()
@@ -313,7 +313,7 @@ IMPOSSIBLE: list[Rule] = [
         lambda c: (
             "memory.count is given too" if c.memory and c.memory.count else "neither layers nor memory.count is given"
         ),
-        "write for example `layers: [5]` or `count: 1`, not both",
+        "give one of the two, for example `layers: [5]` (and `count: null` if a base file gives it)",
     ),
     (
         "memory.layers",
@@ -422,6 +422,6 @@ def impossible_for(config: Config, ranks: int) -> list[tuple[str, str, str]]:
     return [("optim.batch_tokens", what, f"choose at least {ranks * config.corpus.context}, or start fewer processes")]
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> configfile.Resolved[Config]:
+def load(path: Path | str, overrides: Sequence[str] = ()) -> configfile.Resolved[Config]:
     """A run's config from its file and `a.b=value` arguments. Raises UserErrors with every mistake in them."""
     return configfile.load(path, overrides, Config, impossible)

@@ -37,9 +37,14 @@ class Resolved(Generic[Model]):
         """`file:line` or `argument 'a.b=c'` of a key, of the section it would stand in, or else the file."""
         return _where(self.places, key, self.path)
 
+    def refuse(self, impossible: list[tuple[str, str, str]]) -> None:
+        """UserErrors for what turns out impossible only later: (dotted key to blame, what is wrong, how to fix it) each."""
+        if impossible:
+            raise _all(Path(self.path), _blame(impossible, self.places, self.path), [])
+
 
 def load(
-    path: Path, overrides: Sequence[str], schema: type[Model], check: Impossible[Model] | None = None
+    path: Path | str, overrides: Sequence[str], schema: type[Model], check: Impossible[Model] | None = None
 ) -> Resolved[Model]:
     """Read `path`, its base files and the overrides (`a.b=value`, later ones win) into a `schema`.
 
@@ -61,7 +66,7 @@ def load(
     if reading.complete and check is not None:
         errors += _combinations(checked, check, places, str(path), bool(errors))
     if errors or checked.config is None:
-        raise _all(path, errors, reading.sources)
+        raise _all(Path(path), errors, reading.sources)
     config: Model = checked.config
     return Resolved(config, dump(config), places, str(path))
 
@@ -229,8 +234,12 @@ def _combinations(
         if not flawed:
             raise
         return []
+    return _blame(found, places, path)
+
+
+def _blame(impossible: list[tuple[str, str, str]], places: dict[str, str], path: str) -> list[tuple[Place, UserError]]:
     errors = []
-    for key, what, fix in found:
+    for key, what, fix in impossible:
         place = _where(places, key, path)
         source, _, line = place.rpartition(":")
         at = Place(source, int(line)) if line.isdigit() else Place(place, 0)

@@ -80,6 +80,14 @@ class TestImpossible:
         ((key, what, fix),) = impossible_for(small, 9)
         assert key == "optim.batch_tokens" and "fewer than the 9 ranks" in what and "576" in fix
 
+    def test_what_turns_out_impossible_later_is_refused_with_its_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text(MINIMAL)
+        resolved = load(path)
+        resolved.refuse(impossible_for(resolved.config, 8))
+        with pytest.raises(UserErrors, match=r"c.yaml:3: optim.batch_tokens: 512 tokens are 8 windows"):
+            resolved.refuse(impossible_for(resolved.config, 9))
+
     def test_a_config_made_in_code_is_held_to_the_same_rules(self) -> None:
         good = Config.model_validate(yaml.safe_load(MINIMAL))
         assert impossible(good) == []

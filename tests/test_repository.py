@@ -20,15 +20,16 @@ REPOSITORY = Path(__file__).parent.parent
 ORDER = """
     errors  version  files  faults  lock  dist  collectives
     yamltree  allowed  schemacheck  configfile  config  count
-    text.vocab  text.perl_classes  text.moses_rules  text.moses  text.normalize  text.detokenize  text.bpe  text.encode
+    text.vocab  text.perl_classes  text.cache  text.filter  text.normalize  text.detokenize  text.moses_rules  text.chunks
+    text.moses  text.merges  text.bpe  text.peers  text.encode
     corpus.settings  corpus.damage  corpus.streams  corpus.records  corpus.sources  corpus.unfinished
     corpus.extract  corpus.warc  corpus.readers
     corpus.filters  corpus.store  corpus.batches  corpus.spool  corpus.decide  corpus.engine  corpus.tasks  corpus.learn
-    corpus.prepare  corpus.sample
+    corpus.prepare  corpus.show  corpus.sample
     memory.kernels.update  memory.kernels.pairs  memory.kernels.reference  memory.kernels.statistics
     memory.kernels.triton_read  memory.kernels.triton_adam  memory.kernels.triton_rows  memory.kernels.triton_search
     memory.kernels.cpu  memory.kernels.search  memory.kernels.ops
-    memory.query  memory.keys  memory.values  memory.sharded  memory.adam  memory.layer  memory.usage
+    memory.query  memory.keys  memory.values  memory.ranks  memory.sharded  memory.adam  memory.layer  memory.usage
     loss  model  optim  parallel
     tensorfile  checkpoint  metrics  run  evaluate  profiler  console  trainer  trained  generate  export  doctor
     slurm  experiments  report.tables  report.plots  report.findings  report.page  report.run
@@ -74,13 +75,15 @@ class TestImports:
     @pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(REPOSITORY)))
     def test_a_file_imports_only_from_files_above_it(self, path: Path) -> None:
         module = module_of(path)
-        place = ORDER.index(module) if module in ORDER else 0
-        wrong = [
+        if module not in ORDER and path.name != "__init__.py":
+            pytest.skip("not in ORDER, which the test before this one says")
+        above = ORDER[: ORDER.index(module)] if module in ORDER else []
+        wrong = {
             f"{path.relative_to(REPOSITORY)}:{line}: imports pkm.{name}, which is not above it in ORDER"
             for line, name in imported(path)
-            if name and not (name in ORDER and ORDER.index(name) < place) and not is_bare_package(name)
-        ]
-        assert not wrong, "\n".join(wrong)
+            if name and name not in above and not is_bare_package(name)
+        }
+        assert not wrong, "\n".join(sorted(wrong))
 
     def test_configs_are_read_and_counted_without_torch(self) -> None:
         program = "import sys, pkm.configfile, pkm.config, pkm.count; sys.exit('torch' in sys.modules)"
