@@ -140,7 +140,8 @@ def cores() -> int:
 
 
 def _logs(stage: Stage) -> Path:
-    return stage.work / "logs" / stage.name
+    # Absolute, because fsspec remembers relative ones beyond a change of directory.
+    return stage.work.absolute() / "logs" / stage.name
 
 
 def _run_here(stage: Stage, workers: int, watch: Callable[[Progress], None]) -> None:
@@ -292,7 +293,7 @@ def _run_on_slurm(stage: Stage, executor: Executor, watch: Callable[[Progress], 
             job_name=f"prepare-{stage.name}",
             sbatch_args=dict(slurm.options),
             env_command=f'cd "{Path.cwd()}"; export PATH="{Path(sys.executable).parent}:$PATH"',
-            logging_dir=str(_logs(stage).absolute()),
+            logging_dir=str(_logs(stage)),
             with_srun=False,
         )
         try:

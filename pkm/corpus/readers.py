@@ -81,7 +81,7 @@ def _lines(piece: Piece, limit: int) -> Iterator[tuple[int, str, bytes | Skipped
                     line = line.removeprefix(BOM)
                 yield offset, where, too_large(where, limit) if line is None else line
         except Damaged as error:
-            lost = 0 if piece.chunk else max(0, piece.file.size - raw.tell())
+            lost = 0 if piece.chunk else max(0, piece.file.size - stream.tell())
             yield offset, url, Skipped("damaged", f"{url}, byte {offset}", str(error), lost)
 
 

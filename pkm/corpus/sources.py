@@ -119,7 +119,10 @@ def _input(fs: Any, entry: dict[str, Any], path: str, source: Source, where: str
     """The file of a listing's entry; None for one of unknown kind among several."""
     name = entry["name"]
     url = fs.unstrip_protocol(name)
-    if "file" in _protocols(fs):
+    if "::" in path:
+        # A file inside another (zip://inner.jsonl::outer.zip).
+        url = f"{path.partition('://')[0]}://{name}::{path.partition('::')[2]}"
+    elif "file" in _protocols(fs):
         # As the config says it, so that a corpus is the same corpus in a checkout elsewhere.
         url = name if os.path.isabs(os.path.expanduser(path)) else os.path.relpath(name)
     compression = _compression(fs, name)

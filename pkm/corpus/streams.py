@@ -40,9 +40,12 @@ def open_raw(url: str) -> BinaryIO:
     """The file as it is. UserError where it is not there or may not be read."""
     try:
         fs, path = filesystem(url)
-        return fs.open(path, "rb")
+        raw = fs.open(path, "rb")
     except OSError as error:
         raise refusal(error, url) from error
+    # Some file systems (zip) close their files when they are themselves collected.
+    raw.filesystem = fs
+    return raw
 
 
 def compression_of(head: bytes) -> Compression | None:
@@ -94,6 +97,10 @@ class Unpacked:
         self._input = b""
         self._output = memoryview(b"")
         self._ended = False
+
+    def tell(self) -> int:
+        """Up to where in the compressed file everything was unpacked."""
+        return self._raw.tell() - len(self._input)
 
     def read(self, size: int) -> bytes:
         while not self._output and not self._ended:

@@ -115,7 +115,14 @@ def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
                 tick(raw.tell() / max(file.size, 1), 0)
         except Damaged as error:
             tally.records += 1
-            tally.skip(Skipped("damaged", file.url, str(error), max(0, file.size - raw.tell())))
+            tally.skip(
+                Skipped(
+                    "damaged",
+                    f"{file.url}, byte {chunk.offset + chunk.size}",
+                    str(error),
+                    max(0, file.size - stream.tell()),
+                )
+            )
         chunks.append(chunk.close())
     return {**tally.report(), "chunks": chunks}
 

@@ -52,8 +52,8 @@ def _guarded(stream: _Buffer, raw: BinaryIO, piece: Piece, limit: int) -> Iterat
     try:
         yield from _records(stream, piece.file.url, limit, stop)
     except Damaged as error:
-        where = f"{piece.file.url}, byte {raw.tell()}"
-        yield Skipped("damaged", where, str(error), lost=max(0, piece.file.size - raw.tell()))
+        where = f"{piece.file.url}, byte {stream.stream.tell()}"
+        yield Skipped("damaged", where, str(error), lost=max(0, piece.file.size - stream.stream.tell()))
     except _TooLarge:
         where = f"{piece.file.url}, byte {raw.tell()}"
         yield too_large(where, limit)
