@@ -254,14 +254,16 @@ class Checkpoints:
     def newest(self) -> Loaded | None:
         """The newest checkpoint that verifies, to go on from; None if there is none at all.
 
-        Every damaged or half-written one on the way is named, and `latest` and `best` are put right. UserError if there
-        are some and none verifies. Only for the process that holds the run; others `load`.
+        Every damaged or half-written one on the way is named, and what a killed save left undone is done: pointers,
+        retention. UserError if there are some and none verifies. Only for the process that holds the run; others `load`.
         """
         for leftover in sorted(self.root.glob("step-*.tmp")):
             self.warn(f"{leftover} is half-written (its save was killed) and is ignored")
         loaded = self._newest()
         if loaded is not None:
-            self._put_right(loaded.step)
+            with files.explained(self.root):
+                self._put_right(loaded.step)
+                self._retain(loaded.step)
         return loaded
 
     def _newest(self) -> Loaded | None:

@@ -250,6 +250,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint_usable(tmp_path, monkeypat
     assert holds(loaded, 4 if published else 3)
     assert (not published) == any("half-written" in line for line in heard) or "in-retention" in point
     assert checkpoints.load("best").step == loaded.step
+    assert names(tmp_path) == ["best", "latest", f"step-{loaded.step:07d}"]
 
     # The run goes on from there and ends as if nothing had been.
     saved(tmp_path, 4, 5, keep=1, best=(4,))

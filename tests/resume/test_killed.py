@@ -33,12 +33,14 @@ def test_another_seed_gives_another_run(runs):
     assert runs.outcome("other")["checkpoints"] != runs.outcome("whole")["checkpoints"]
 
 
-@pytest.mark.parametrize("pass_", [1, 5], ids=["first", "fifth"])
+@pytest.mark.parametrize("save", [1, 3, 8], ids=["first", "third", "last"])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_run_killed_at_a_named_point_of_a_save_ends_bit_identical(runs, point, pass_):
-    name = f"{point.replace(':', '-')}-{pass_}"
-    # A save passes in-shard once a tensor; in-retention once a checkpoint that goes.
-    fault = f"{point}#{pass_ * 20 if point.endswith('in-shard') else pass_}"
+def test_a_run_killed_at_a_named_point_of_a_save_ends_bit_identical(runs, point, save):
+    name = f"{point.replace(':', '-')}-{save}"
+    pieces = len(runs.checkpoints("whole").load("latest").tensors) + 1
+    # A save passes in-shard once a piece of the file, and in-retention once a checkpoint that goes: the third is the first to.
+    pass_ = {"in-shard": (save - 1) * pieces + pieces // 2, "in-retention": max(save - 2, 1)}
+    fault = f"{point}#{pass_.get(point.removeprefix('checkpoint:'), save)}"
     killed = runs.run(name, environment={"PKM_FAULT": fault})
     assert killed.code == -signal.SIGKILL, killed.err
     resumed = runs.run(name)
