@@ -6,9 +6,11 @@ what a killed preparation still has to do; datatrove's own marks of completion f
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from pkm.files import atomic_write
 TICK_SECONDS = 1.0
 # How long a stage may have tasks left and nobody at work on one before its workers are taken for dead.
 IDLE_SECONDS = 60.0
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,17 @@ class Task:
     run: Callable[[Path, int, Tick], dict[str, Any]]
     driver: int | None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.driver is not None:
+            _silence()
+
     def __call__(self, data: Any, rank: int, world_size: int) -> None:
         folder = self.work / self.stage
         report, running = folder / f"{rank:05d}.json", folder / "running" / f"{rank:05d}"
         if report.exists():
             return
-        if self.driver is not None:
-            _silence()
+        _let_forks_die_with_this_thread()
         tick = Tick(running, self.driver)
         tick(0, 0)
         began = time.monotonic()
@@ -156,6 +163,7 @@ def _run_here(stage: Stage, workers: int, watch: Callable[[Progress], None]) -> 
     outcome: list[BaseException] = []
 
     def run() -> None:
+        _let_forks_die_with_this_thread()
         try:
             executor.run()
         except BaseException as error:
@@ -245,6 +253,26 @@ def _lives(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+_forks = threading.local()
+
+
+def _let_forks_die_with_this_thread() -> None:
+    """Processes forked from here (datatrove's manager, the sandbox of pages) are killed when this one is.
+
+    Else each would be left behind, waiting for ever, when its parent is killed and cannot clean up.
+    """
+    if sys.platform != "linux":
+        return
+    if not hasattr(_forks, "libc"):
+        os.register_at_fork(after_in_child=_die_with_parent)
+    _forks.libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    if hasattr(_forks, "libc"):
+        _forks.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _write_failure(path: Path, error: Exception) -> None:

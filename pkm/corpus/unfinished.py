@@ -42,8 +42,9 @@ def working_directory(final: Path) -> Iterator[Path]:
         lock = open(work / "lock", "w")  # noqa: SIM115
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            # Not flock: children that outlive a killed preparation would hold on to that.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
             raise UserError("it is being prepared by another process", str(work), "wait for it, or stop it") from error
         yield work
 
