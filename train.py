@@ -8,8 +8,9 @@ The same command again goes on where the run was, whatever ended it.
 """
 
 import argparse
+import os
 
-from pkm.config import load
+from pkm.config import impossible_for, load
 from pkm.errors import exits_cleanly
 
 
@@ -29,7 +30,7 @@ def main() -> int:
         from pkm.count import print_plan
 
         print(resolved.yaml)
-        print_plan(config)
+        print_plan(config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
         return 0
 
     # Only now what takes seconds to import.
@@ -45,6 +46,7 @@ def main() -> int:
     device = pick_device(config)
     set_up(config, device)
     dist.start(device)
+    resolved.refuse(impossible_for(config, dist.world_size()))
     stop = dist.StopFlag().install()  # SIGTERM, SIGUSR1, Ctrl-C or a file STOP: save, then leave
 
     corpus = open_corpus(config.corpus.path)

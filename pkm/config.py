@@ -413,13 +413,17 @@ def impossible(config: Config) -> list[tuple[str, str, str]]:
 
 def impossible_for(config: Config, ranks: int) -> list[tuple[str, str, str]]:
     """As `impossible`, for what depends on the number of processes that torchrun started."""
-    if config.sequences >= ranks:
-        return []
-    what = (
-        f"{config.optim.batch_tokens} tokens are {config.sequences} windows of corpus.context = {config.corpus.context}: "
-        f"fewer than the {ranks} ranks"
-    )
-    return [("optim.batch_tokens", what, f"choose at least {ranks * config.corpus.context}, or start fewer processes")]
+    found = []
+    if config.sequences % ranks:
+        what = (
+            f"{config.optim.batch_tokens} tokens are {config.sequences} windows of corpus.context = {config.corpus.context}, "
+            + (f"fewer than the {ranks} ranks" if config.sequences < ranks else f"which {ranks} ranks cannot share evenly")
+        )
+        found.append(("optim.batch_tokens", what, f"choose a multiple of {ranks * config.corpus.context}"))
+    if config.memory and config.parallel.values == "sharded" and config.model.dim % ranks:
+        what = f"{ranks} ranks cannot share the {config.model.dim} columns of the values evenly"
+        found.append(("parallel.values", what, "choose a model.dim that the ranks divide, or values: replicated"))
+    return found
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> configfile.Resolved[Config]:
