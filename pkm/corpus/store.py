@@ -67,11 +67,10 @@ class Split:
         self.bytes = sum(shard.bytes for shard in shards)
         self._path = path
         self._dtype = dtype
-        self._shards = [shard for shard in shards if shard.tokens]
+        # An empty shard has no place in a search by token or document. None has tokens without documents.
+        self._shards = [shard for shard in shards if shard.documents]
         self._first_token = np.cumsum([0, *(shard.tokens for shard in self._shards)])
-        self._indexed = [shard for shard in shards if shard.documents]
-        self._first_document = np.cumsum([0, *(shard.documents for shard in self._indexed)])
-        self._offset = {shard.file: int(start) for shard, start in zip(self._shards, self._first_token, strict=False)}
+        self._first_document = np.cumsum([0, *(shard.documents for shard in self._shards)])
         self._mapped: dict[str, np.ndarray] = {}
 
     def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
@@ -88,6 +87,10 @@ class Split:
         filled = 0
         shard = int(np.searchsorted(self._first_token, start, side="right")) - 1
         while filled < len(out):
+            if self._shards[shard].tokens == 0:
+                # Documents, but all of them empty: there is nothing that could be mapped.
+                shard += 1
+                continue
             ids = self._map(f"{self._shards[shard].file}.bin", self._dtype)
             begin = start + filled - int(self._first_token[shard])
             piece = ids[begin : begin + len(out) - filled]
@@ -109,8 +112,8 @@ class Split:
         if not 0 <= i < self.documents:
             raise IndexError(f"document {i} of {self.documents}")
         shard = int(np.searchsorted(self._first_document, i, side="right")) - 1
-        starts = self._map(f"{self._indexed[shard].file}.idx", START)
-        return self._offset.get(self._indexed[shard].file, 0) + int(starts[i - int(self._first_document[shard])])
+        starts = self._map(f"{self._shards[shard].file}.idx", START)
+        return int(self._first_token[shard]) + int(starts[i - int(self._first_document[shard])])
 
     def document(self, i: int) -> np.ndarray:
         """Token ids of document i, int64."""
