@@ -121,7 +121,7 @@ def _paragraphs(piece: Piece, limit: int) -> Iterator[Found]:
             return
         if not elsewhere:
             begin = begin if size else where
-            size += limit + 1 if isinstance(line, Skipped) else len(line) + 1
+            size += limit + 2 if isinstance(line, Skipped) else len(line) + 1
             if isinstance(line, bytes) and size <= limit:
                 document.append(line)
     if size:

@@ -93,6 +93,8 @@ def _list_path(path: str, source: Source, where: str) -> list[Input]:
     try:
         if pattern:
             entries = [e for e in fs.glob(inner, detail=True).values() if e["type"] == "file"]
+            if PurePosixPath(inner).name[:1] not in "._":
+                entries = [e for e in entries if PurePosixPath(e["name"]).name[:1] not in "._"]
         elif fs.isdir(inner):
             entries = [e for e in fs.find(inner, detail=True).values() if not _hidden(e["name"], inner)]
         else:

@@ -204,14 +204,15 @@ class _Buffer:
 
 def _records(stream: _Buffer, where: str, limit: int, stop: int | None) -> Iterator[Found]:
     """The articles of the records of one stream that begin before `stop`. Damaged headers cost their record only."""
-    lost_way = False
+    # From within a file, reading begins in the middle of a record, which is another reader's.
+    lost_way = stream.offset > 0
     while head := stream.peek(5):
         begin = stream.offset
         if stop is not None and begin >= stop:
             return
         if not head.startswith(b"WARC/"):
             blank = not head[:2].strip()
-            if not blank and not lost_way and begin:
+            if not blank and not lost_way:
                 yield Skipped("damaged", f"{where}, byte {begin} of its text", "no WARC record where one should begin")
                 lost_way = True
             if not stream.past_line():
@@ -289,7 +290,7 @@ def _article(headers: dict[str, str], kind: str, content: bytes, where: str, lim
         charset = headers.get("content-type", "")
         media = media or charset
     media = media.partition(";")[0].strip().lower()
-    if media == "text/plain" and kind == "resource":
+    if media == "text/plain" and kind == "resource" and not headers.get("warc-target-uri", "").startswith("metadata:"):
         return decoded(content, where)
     if media not in HTML:
         return Skipped("other", where, f"not a page but {media[:60] or 'of unknown type'}")
