@@ -119,7 +119,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _sum(state: object, bucket: td.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
     """Add up gradients; DDP's own default would average them, which the loss already does."""
     work = td.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

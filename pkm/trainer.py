@@ -202,7 +202,9 @@ def save(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus, state:
     """Write a checkpoint of everything that the next step depends on."""
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors |= {f"optim.{name}": tensor for name, tensor in optim.state_tensors().items()}
-    run.checkpoints.save(state.step, tensors, {"state": asdict(state), "corpus": corpus.fingerprint}, best=best)
+    with dist.main_decides():
+        if dist.is_main():
+            run.checkpoints.save(state.step, tensors, {"state": asdict(state), "corpus": corpus.fingerprint}, best=best)
 
 
 def _meters(model: Transformer) -> dict[int, UsageMeter]:
