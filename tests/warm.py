@@ -6,6 +6,7 @@ signalled, limited and watched like any process.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -20,7 +21,18 @@ from typing import Any
 
 import pytest
 
+from tests.forked import without_root
+
 REPOSITORY = Path(__file__).resolve().parent.parent
+# What a run imports only when it gets there (torch._dynamo with its first optimizer): together several seconds.
+IMPORTED_LATE = (
+    "train",
+    "pkm.trainer",
+    "pkm.report.run",
+    "torch._dynamo",
+    "tensorboard.compat.proto.event_pb2",
+    "tensorboard.summary.writer.record_writer",
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ class Server:
         return json.loads(self.process.stdout.readline())
 
     def start(self, *arguments: str, program: str = "train", **options: Any) -> Job:
-        """Run train.py with these arguments.
+        """Run train.py, or the module `program` of the repository, with these arguments.
 
         environment    dict of variables to set
         when           {"kind": "train", "step": 9, "signals": ["SIGTERM"], "touch": path}: once that record is written,
@@ -103,18 +115,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def _serve() -> None:
-    import importlib
-
-    import torch._dynamo  # noqa: F401  (torch imports it with its first optimizer)
-
-    import pkm.report.run
-    import pkm.run
-    import pkm.trainer  # noqa: F401
-    from pkm.version import code_version
-    from tests.forked import without_root
-
-    programs = {"train": importlib.import_module("train")}
-    code_version()
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
+    importlib.import_module("pkm.version").code_version()
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
@@ -123,12 +126,12 @@ def _serve() -> None:
             out = os.open(request["out"], os.O_WRONLY)
             answer = os.fork()
             if answer == 0:
-                _job(request, out, programs[request["program"]], without_root)
+                _job(request, out)
             os.close(out)
         print(json.dumps(answer), flush=True)
 
 
-def _job(request: dict[str, Any], out: int, program: Any, without_root: Any) -> None:
+def _job(request: dict[str, Any], out: int) -> None:
     code = 1
     try:
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
@@ -139,10 +142,11 @@ def _job(request: dict[str, Any], out: int, program: Any, without_root: Any) -> 
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], resource.RLIM_INFINITY))
         if "when" in request:
             _arrange(**request["when"])
+        program = importlib.import_module(request["program"])
         if request.get("ordinary"):
             without_root()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = ["train.py", *request["arguments"]]
+        sys.argv = [request["program"], *request["arguments"]]
         code = program.main()
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1

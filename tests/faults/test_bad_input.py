@@ -112,6 +112,29 @@ def test_a_run_goes_on_with_its_corpus_moved_but_not_with_another(runs):
     assert runs.status("run")[:2] == ("finished", 24)
 
 
+def prepare(runs, content):
+    """Prepare a corpus out of one text file with these bytes."""
+    text, settings = runs.root / "news.txt", runs.root / "news.yaml"
+    text.write_bytes(content)
+    source = f"{{path: {text}, format: text, documents: line}}"
+    settings.write_text(f"name: news\noutput: {runs.root}/news\nsources: [{source}]\nsubwords: {{codes: 10}}\n")
+    return runs.server.run(str(settings), program="scripts.prepare")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", ["no article"]),
+        (b"\n \n\n", ["no article"]),
+        (b"One line is fine.\nCaf\xe9 is not.\n", ["news.txt:2", "not UTF-8"]),
+    ],
+    ids=["empty", "blank", "not UTF-8"],
+)
+def test_text_that_makes_no_corpus_is_named_and_leaves_none_behind(runs, content, named):
+    refused(prepare(runs, content), *named)
+    assert not (runs.root / "news").exists()
+
+
 # ---- run directory ------------------------------------------------------------------------------------------------
 
 
