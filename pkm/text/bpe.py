@@ -2,30 +2,33 @@
 
 A word is split into characters, the last of which carries `</w>`; then the pairs of the codes are merged, the
 lowest-ranked first. Printed pieces end in `@@` where the word goes on.
+
+As filters: python -m pkm.text.bpe {learn N | apply CODES [VOCAB] | vocab} < in > out
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from pkm.errors import UserError
+from pkm.errors import UserError, exits_cleanly
+from pkm.text.filter import dies_with_its_reader, read_blocks, run_filter
 from pkm.text.merges import Merges
-from pkm.text.vocab import CONTINUES, read_lines
+from pkm.text.vocab import CONTINUES, encode_file, format_counts, read_counts, read_lines
 
 logger = logging.getLogger(__name__)
 
 END = "</w>"
 
-# A character is a byte that starts one and the continuation bytes after it, however broken the text is: undecodable
-# bytes come as surrogates. From a NUL on, fastBPE takes the rest of the word as one character.
-_CHARACTERS = re.compile(
-    "[^\0\udc80-\udcbf][\udc80-\udcbf]*(?:\0.*)?|[\0\udc80-\udcbf].*?(?=[^\udc80-\udcbf]|\\Z)", re.DOTALL
-)
+# To fastBPE a character is any byte and the UTF-8 continuation bytes after it, however broken the text is (bytes that
+# do not decode come here as surrogates), and a NUL and all that follows belong to the character before.
+_CHARACTERS = re.compile("(?:[^\0\udc80-\udcbf]|\\A[\udc80-\udcbf])[\udc80-\udcbf]*(?:\0.*)?|\\A\0.*", re.DOTALL)
 
 
 class Codes:
@@ -79,7 +82,7 @@ class Codes:
     def to_bytes(self) -> bytes:
         """The codes file's content."""
         lines = (f"{left} {right} {count}\n" for (left, right), count in zip(self.merges, self.counts, strict=True))
-        return "".join(lines).encode("utf-8", "surrogateescape")
+        return encode_file("".join(lines))
 
     def pieces(self, word: str, vocab: Container[str] | None = None) -> list[str]:
         """A word's pieces as printed: all but the last end in `@@`.
@@ -87,32 +90,30 @@ class Codes:
         With a vocabulary, pieces outside it are split back into what they were merged from, down to characters.
         """
         symbols = self._merge(characters(word))
-        if vocab is not None:
-            symbols = self._limit(symbols, vocab)
-        printed = [symbol + CONTINUES for symbol in symbols]
-        printed[-1] = symbols[-1][: -len(END)]
-        return printed
-
-    def _merge(self, symbols: list[str]) -> list[str]:
-        ranks = self._ranks
-        worst = len(ranks)
-        while len(symbols) > 1:
-            best, pair = worst, None
-            for candidate in pairwise(symbols):
-                rank = ranks.get(candidate, worst)
-                if rank < best:
-                    best, pair = rank, candidate
-            if pair is None:
-                break
-            symbols = _join(symbols, *pair)
-        return symbols
-
-    def _limit(self, symbols: list[str], vocab: Container[str]) -> list[str]:
+        pieces = _printed(symbols)
+        if vocab is None or all(piece in vocab for piece in pieces):
+            return pieces
         kept: list[str] = []
         last = len(symbols) - 1
         for i, symbol in enumerate(symbols):
             self._split_until_known(symbol, i == last, vocab, kept)
-        return kept
+        return _printed(kept)
+
+    def _merge(self, symbols: list[str]) -> list[str]:
+        rank_of, none = self._ranks.get, len(self._ranks)
+        ranks = [rank_of(pair, none) for pair in pairwise(symbols)]
+        while ranks and (best := min(ranks)) < none:
+            # All places of a pair, from the left on, before the next pair is looked for: as fastBPE does it.
+            while best in ranks:
+                i = ranks.index(best)
+                joined = symbols[i] + symbols[i + 1]
+                symbols[i : i + 2] = [joined]
+                del ranks[i]
+                if i > 0:
+                    ranks[i - 1] = rank_of((symbols[i - 1], joined), none)
+                if i < len(ranks):
+                    ranks[i] = rank_of((joined, symbols[i + 1]), none)
+        return symbols
 
     def _split_until_known(self, symbol: str, final: bool, vocab: Container[str], kept: list[str]) -> None:
         printed = symbol[: -len(END)] if final else symbol + CONTINUES
@@ -129,6 +130,12 @@ def characters(word: str) -> list[str]:
     symbols = list(word) if word.isprintable() else _CHARACTERS.findall(word)
     symbols[-1] += END
     return symbols
+
+
+def _printed(symbols: list[str]) -> list[str]:
+    pieces = [symbol + CONTINUES for symbol in symbols]
+    pieces[-1] = symbols[-1][: -len(END)]
+    return pieces
 
 
 def learn(words: Mapping[str, int], merges: int) -> Codes:
@@ -189,15 +196,45 @@ class Applier:
         return pieces
 
 
-def _join(symbols: list[str], left: str, right: str) -> list[str]:
-    """Every left neighbouring a right, from the left on, becomes one symbol."""
-    joined: list[str] = []
-    i, last = 0, len(symbols) - 1
-    while i <= last:
-        if i < last and symbols[i] == left and symbols[i + 1] == right:
-            joined.append(left + right)
-            i += 2
-        else:
-            joined.append(symbols[i])
-            i += 1
-    return joined
+@exits_cleanly
+def main() -> None:
+    """The filters."""
+    options = _parser().parse_args()
+    if options.command == "apply":
+        codes = Codes.load(options.codes)
+        vocab = read_counts(options.vocab) if options.vocab else None
+        run_filter(Applier(codes, vocab).apply, "surrogateescape")
+        return
+    words = count_words(read_blocks("surrogateescape"))
+    dies_with_its_reader()
+    if options.command == "learn":
+        if not words:
+            raise UserError("there is no word to learn from", where="standard input", fix="give tokenized text")
+        sys.stdout.buffer.write(learn(words, options.merges).to_bytes())
+    else:
+        sys.stdout.buffer.write(format_counts(words))
+    sys.stdout.buffer.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pkm.text.bpe", description="Byte-pair encoding as fastBPE does it; stdin to stdout."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    learner = commands.add_parser("learn", help="tokenized text -> codes, as fastBPE's learnbpe")
+    learner.add_argument("merges", type=_positive, metavar="N", help="how many merges to learn")
+    applier = commands.add_parser("apply", help="tokenized text -> text in pieces, as fastBPE's applybpe")
+    applier.add_argument("codes", metavar="CODES", help="file of `left right count` lines")
+    applier.add_argument("vocab", metavar="VOCAB", nargs="?", help="file of `piece count` lines: use no other pieces")
+    commands.add_parser("vocab", help="text -> `word count` lines, most frequent first, as fastBPE's getvocab")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,20 +25,18 @@ ABBREVIATIONS_BEFORE_DIGITS = frozenset(("Art", "No", "pp"))
 
 _SPACES = re.compile(f"[{SPACE}]+")
 _BLANK = re.compile(f"[{SPACE}]*\\Z")
-_ASCII_CONTROLS = re.compile("[\\x00-\\x1f]+")
+ASCII_CONTROLS = re.compile("[\\x00-\\x1f]+")
 _SYMBOL = re.compile(f"([^{ALNUM}{SPACE}.'`,\\-])")
 _DOTS = re.compile(r"\.(\.+)")
 _MARKED_DOT_AND_MORE = re.compile(r"DOTMULTI\.([^.])")
 _COMMA_AFTER = re.compile(f"([^{NUMBER}]),")
 _COMMA_BEFORE = re.compile(f",([^{NUMBER}])")
 _COMMA_ENDS_LINE = re.compile(f"([{NUMBER}]),\\Z")
-_APOSTROPHES = (
-    (re.compile(f"([^{ALPHA}])'([^{ALPHA}])"), r"\1 ' \2"),
-    (re.compile(f"([^{ALPHA}{NUMBER}])'([{ALPHA}])"), r"\1 ' \2"),
-    (re.compile(f"([{ALPHA}])'([^{ALPHA}])"), r"\1 ' \2"),
-    (re.compile(f"([{ALPHA}])'([{ALPHA}])"), r"\1 '\2"),
-    (re.compile(f"([{NUMBER}])'(s)"), r"\1 '\2"),
-)
+_NO_ALPHA_BOTH_SIDES = re.compile(f"([^{ALPHA}])'([^{ALPHA}])")
+_NO_LETTER_OR_NUMBER_BEFORE = re.compile(f"([^{ALPHA}{NUMBER}])'([{ALPHA}])")
+_NO_ALPHA_AFTER = re.compile(f"([{ALPHA}])'([^{ALPHA}])")
+_CONTRACTION = re.compile(f"([{ALPHA}])'([{ALPHA}])")
+_YEARS = re.compile(f"([{NUMBER}])'(s)")
 _HAS_ALPHA = re.compile(f"[{ALPHA}]")
 _STARTS_LOWER = re.compile(f"[{LOWER}]")
 _STARTS_DIGIT = re.compile("[0-9]")
@@ -61,9 +59,9 @@ def tokenize_line(line: str, escape: bool = False) -> str:
     A line of nothing but white space is returned as it is, and a closing `.'` leaves a trailing space: both are
     what the Perl script prints.
     """
-    if _BLANK.match(line):
+    if is_blank(line):
         return line
-    text = _squeeze(_ASCII_CONTROLS.sub("", _SPACES.sub(" ", line)))
+    text = _squeeze(ASCII_CONTROLS.sub("", _SPACES.sub(" ", line)))
     text = split_marks(text)
     text = _squeeze(split_full_stops(text))
     text = _STOP_QUOTE_ENDS_LINE.sub(" . ' ", text)
@@ -71,21 +69,47 @@ def tokenize_line(line: str, escape: bool = False) -> str:
     return escape_text(text) if escape else text
 
 
+def is_blank(line: str) -> bool:
+    """Whether a line holds nothing but white space, as perl knows it."""
+    return _BLANK.match(line) is not None
+
+
+def split_symbols(text: str) -> str:
+    """Spaces around whatever is no letter, digit or space nor one of . ' ` , -"""
+    return " ".join(_SYMBOL.split(text))
+
+
 def split_marks(text: str) -> str:
-    """Spaces around symbols, runs of dots, commas outside numbers, and English apostrophes."""
-    text = _SYMBOL.sub(r" \1 ", text)
-    text = _DOTS.sub(r" DOTMULTI\1", text)
+    """Spaces around symbols, runs of dots, commas outside numbers, and English apostrophes.
+
+    A rule's match takes the characters beside its mark with it, so of two marks in a row it may see one: no lookaround.
+    """
+    # Replacements are functions: Python 3.11 takes a template with groups apart anew at every call.
+    text = split_symbols(text)
+    if ".." in text:
+        text = _DOTS.sub(lambda m: f" DOTMULTI{m[1]}", text)
     while "DOTMULTI." in text:
-        text = _MARKED_DOT_AND_MORE.sub(r"DOTDOTMULTI \1", text)
+        text = _MARKED_DOT_AND_MORE.sub(lambda m: f"DOTDOTMULTI {m[1]}", text)
         text = text.replace("DOTMULTI.", "DOTDOTMULTI")
     if "," in text:
-        text = _COMMA_AFTER.sub(r"\1 , ", text)
-        text = _COMMA_BEFORE.sub(r" , \1", text)
-        text = _COMMA_ENDS_LINE.sub(r"\1 ,", text)
+        text = _COMMA_AFTER.sub(lambda m: f"{m[1]} , ", text)
+        text = _COMMA_BEFORE.sub(lambda m: f" , {m[1]}", text)
+        text = _COMMA_ENDS_LINE.sub(lambda m: f"{m[1]} ,", text)
     if "'" in text:
-        for pattern, replacement in _APOSTROPHES:
-            text = pattern.sub(replacement, text)
+        text = _NO_ALPHA_BOTH_SIDES.sub(_apart, text)
+        text = _NO_LETTER_OR_NUMBER_BEFORE.sub(_apart, text)
+        text = _NO_ALPHA_AFTER.sub(_apart, text)
+        text = _CONTRACTION.sub(_contracted, text)
+        text = _YEARS.sub(_contracted, text)
     return text
+
+
+def _apart(match: re.Match[str]) -> str:
+    return f"{match[1]} ' {match[2]}"
+
+
+def _contracted(match: re.Match[str]) -> str:
+    return f"{match[1]} '{match[2]}"
 
 
 def split_full_stops(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,48 +45,27 @@ class Vocab:
     @classmethod
     def from_counts(cls, counts: Mapping[str, int], threshold: int = 1, specials: Sequence[str] = SPECIALS) -> Vocab:
         """Pieces seen at least `threshold` times, the most frequent first, as fastBPE's getvocab orders them."""
-        kept = sorted((-count, piece.encode("utf-8", "surrogateescape"), piece) for piece, count in counts.items())
-        kept = [item for item in kept if -item[0] >= threshold]
-        return cls([piece for _, _, piece in kept], [-count for count, _, _ in kept], specials)
+        kept = [(piece, count) for piece, count in by_frequency(counts) if count >= threshold]
+        return cls([piece for piece, _ in kept], [count for _, count in kept], specials)
 
     @classmethod
     def load(cls, path: str | Path, specials: Sequence[str] = SPECIALS) -> Vocab:
         """Read `piece count` lines; line i (from 0) gets id 4 + len(specials) + i.
 
-        Raises UserError naming file:line for anything else.
+        Raises UserError naming file:line for anything else, a special's name included.
         """
-        pieces, counts, seen = [], [], {*UNIVERSAL, *specials}
-        for number, line in enumerate(read_lines(path), 1):
-            fields = [field for field in line.split(" ") if field]
-            if len(fields) != 2 or not fields[1].isascii() or not fields[1].isdecimal():
-                raise UserError(
-                    f"expected `piece count`, found {line!r}"[:200],
-                    where=f"{path}:{number}",
-                    fix="give a vocabulary as fastBPE's getvocab or `python -m pkm.text.bpe vocab` writes it",
-                )
-            if fields[0] in seen:
-                raise UserError(
-                    f"the piece {fields[0]!r} is there already (earlier in the file, or as a special)",
-                    where=f"{path}:{number}",
-                    fix="remove the line",
-                )
-            seen.add(fields[0])
-            pieces.append(fields[0])
-            counts.append(int(fields[1]))
-        if not pieces:
-            raise UserError("the vocabulary is empty", where=str(path), fix="name a file of `piece count` lines")
-        return cls(pieces, counts, specials)
+        counts = read_counts(path, taken=(*UNIVERSAL, *specials))
+        return cls(list(counts), list(counts.values()), specials)
 
     def save(self, path: str | Path) -> None:
         """Write the pieces without the specials in fastBPE's format."""
-        with open(path, "wb") as file:
-            file.write(self.to_bytes())
+        Path(path).write_bytes(self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """The vocabulary file's content."""
         first = self.first
         lines = (f"{piece} {count}\n" for piece, count in zip(self.pieces[first:], self.counts[first:], strict=True))
-        return "".join(lines).encode("utf-8", "surrogateescape")
+        return encode_file("".join(lines))
 
     @property
     def size(self) -> int:
@@ -106,21 +85,62 @@ class Vocab:
         return isinstance(piece, str) and self._ids.get(piece, -1) >= self.first
 
 
+def read_counts(path: str | Path, taken: Iterable[str] = ()) -> dict[str, int]:
+    """Read `piece count` lines in their order. Raises UserError naming file:line for anything else.
+
+    taken: pieces that the file may not hold.
+    """
+    counts: dict[str, int] = {}
+    taken = frozenset(taken)
+    for number, line in enumerate(read_lines(path), 1):
+        fields = [field for field in line.split(" ") if field]
+        where = f"{path}:{number}"
+        if len(fields) != 2 or not (fields[1].isascii() and fields[1].isdecimal()):
+            raise UserError(
+                f"expected `piece count`, found {line[:100]!r}",
+                where=where,
+                fix="give a vocabulary as fastBPE's getvocab or `python -m pkm.text.bpe vocab` writes it",
+            )
+        piece, count = fields
+        if piece in counts or piece in taken:
+            reason = "is the name of a special" if piece in taken else "is there already"
+            raise UserError(f"the piece {piece!r} {reason}", where=where, fix="remove the line")
+        counts[piece] = int(count)
+    if not counts:
+        raise UserError("the vocabulary is empty", where=str(path), fix="name a file of `piece count` lines")
+    return counts
+
+
+def by_frequency(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(piece, count), the most frequent first; equally frequent ones in the order of their UTF-8 bytes."""
+    return sorted(counts.items(), key=lambda item: (-item[1], encode_file(item[0])))
+
+
+def format_counts(counts: Mapping[str, int]) -> bytes:
+    """The vocabulary file of these counts."""
+    return encode_file("".join(f"{piece} {count}\n" for piece, count in by_frequency(counts)))
+
+
 def read_lines(path: str | Path) -> list[str]:
     """Lines of a codes or vocabulary file without their ends (newline, or carriage return and newline).
 
-    Raises UserError where the file cannot be read. Bytes that are not UTF-8 survive as surrogates.
+    Raises UserError where the file cannot be read. Bytes that are not UTF-8 come as surrogates.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
-        raise UserError(
-            f"cannot read: {error.strerror}", where=str(path), fix="check the path and its permissions"
-        ) from error
-    lines = text.split("\n")
-    if not lines[-1]:
-        lines.pop()
-    return [line.removesuffix("\r") for line in lines]
+        fix = "check the path and its permissions"
+        raise UserError(f"cannot be read ({error.strerror})", where=str(path), fix=fix) from error
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+def encode_file(text: str) -> bytes:
+    """Bytes of a file that read_lines reads. Surrogates from undecodable bytes become those bytes again."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        # Surrogates that came from elsewhere, such as a JSON escape, have no bytes: write them as perl does.
+        return text.encode("utf-8", "surrogatepass")
 
 
 def _repeated(pieces: Sequence[str]) -> UserError:

@@ -1,0 +1,105 @@
+"""Moses' tokenizer for English, fast: `tokenizer.perl -l en`, byte for byte, with a memory of whitespace chunks.
+
+As a filter: python -m pkm.text.moses [--escape] [--normalize xlm] [--detokenize] < in > out
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from typing import Literal
+
+from pkm.errors import exits_cleanly
+from pkm.text.cache import Remembered
+from pkm.text.chunks import NEWLINE, document_keys, key_tokens
+from pkm.text.detokenize import detokenize
+from pkm.text.filter import run_filter
+from pkm.text.moses_rules import is_blank
+from pkm.text.normalize import normalize_xlm
+
+__all__ = ["Normalization", "Tokenizer", "WordCounter", "detokenize", "tokenize"]
+
+Normalization = Literal["xlm"] | None
+
+
+def tokenize(text: str, escape: bool = False, normalize: Normalization = None) -> str:
+    """Lines -> their tokens with single spaces between, as Moses prints them."""
+    return Tokenizer(escape, normalize).text(text)
+
+
+class Tokenizer:
+    """Text to tokens, remembering the tokens of at most `remember` chunks."""
+
+    def __init__(self, escape: bool = False, normalize: Normalization = None, remember: int = 1_000_000):
+        self._normalize = normalize
+        self._tokens = Remembered(lambda key: key_tokens(key, escape), remember)
+
+    def text(self, text: str) -> str:
+        """As many lines as come in. A blank line stays as it is; a closing `.'` leaves a space, as in Moses."""
+        if self._normalize == "xlm":
+            text = normalize_xlm(text)
+        return NEWLINE.join(map(self._line, text.split(NEWLINE)))
+
+    def _line(self, line: str) -> str:
+        if is_blank(line):
+            return line
+        keys = document_keys(line)[:-1]
+        return " ".join(map(self._tokens.__getitem__, keys))
+
+
+class WordCounter:
+    """How often each Moses word occurs in documents: what byte-pair codes are learned from.
+
+    Chunks are counted first and tokenized once each; at most `remember` different ones are kept at a time.
+    """
+
+    def __init__(self, escape: bool = False, normalize: Normalization = None, remember: int = 2_000_000):
+        self._escape, self._normalize, self._remember = escape, normalize, remember
+        self._chunks: Counter[str] = Counter()
+        self._words: Counter[str] = Counter()
+
+    def add(self, text: str) -> None:
+        """Count a document."""
+        self._chunks.update(document_keys(normalize_xlm(text) if self._normalize == "xlm" else text))
+        if len(self._chunks) > self._remember:
+            self._tokenize_chunks()
+
+    def words(self) -> Counter[str]:
+        """Counts of words so far."""
+        self._tokenize_chunks()
+        return self._words
+
+    def _tokenize_chunks(self) -> None:
+        del self._chunks[NEWLINE]
+        for key, count in self._chunks.items():
+            for word in key_tokens(key, self._escape).split(" "):
+                self._words[word] += count
+        del self._words[""]
+        self._chunks.clear()
+
+
+@exits_cleanly
+def main() -> None:
+    """The filter."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pkm.text.moses",
+        description="Tokenize English text as Moses' tokenizer.perl -l en -no-escape does; stdin to stdout, UTF-8.",
+    )
+    parser.add_argument("--escape", action="store_true", help="write & | < > ' \" [ ] as entities (no -no-escape)")
+    parser.add_argument(
+        "--normalize", choices=["xlm"], help="first normalise punctuation and drop what does not print, as XLM does"
+    )
+    parser.add_argument("--detokenize", action="store_true", help="the other way: tokens to readable text")
+    options = parser.parse_args()
+    if options.detokenize:
+        if options.escape or options.normalize:
+            parser.error("--detokenize takes neither --escape nor --normalize (entities are always undone)")
+        run_filter(lambda text: NEWLINE.join(map(detokenize, text.split(NEWLINE))))
+    else:
+        tokenizer = Tokenizer(options.escape, options.normalize)
+        run_filter(tokenizer.text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
