@@ -10,27 +10,71 @@ import torch
 from torch import Tensor
 
 from pkm.config import ValuesOptim
+from pkm.errors import UserError
+from pkm.memory.kernels import update
+from pkm.memory.kernels.update import AdamStep
 from pkm.memory.values import Values
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16+master": torch.bfloat16}
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def bytes_per_slot(settings: ValuesOptim, dim: int) -> int:
+    """Bytes of one row of d numbers with all that is kept for it: values, fp32 master copy, two moments.
+
+    `dense` keeps a gradient of every row besides.
+    """
+    value = {"fp32": 4, "bf16": 2, "bf16+master": 2 + 4}[settings.dtype]
+    moments = 2 * {"fp32": 4, "bf16": 2}[settings.state_dtype]
+    return dim * (value + moments + (4 if settings.update == "dense" else 0))
+
+
+def refuse_fused(settings: ValuesOptim, *, accumulates: bool, scales_loss: bool, replicas: int, shared: bool) -> None:
+    """UserError that names why `update: fused` cannot be: it moves a row as soon as one backward knows its gradient.
+
+    accumulates  a step has several micro-batches;  scales_loss  there is a loss scaler
+    replicas     ranks that hold the values whole;  shared  two layers read one table
+    """
+    if settings.update != "fused":
+        return
+    reasons = {
+        "clipping (optim.values.clip): the gradient's norm is not known yet": settings.clip is not None,
+        "gradient accumulation (optim.micro_batch): the gradient is not whole yet": accumulates,
+        "a loss scaler (precision: fp16): an overflow is noticed too late to skip the step": scales_loss,
+        f"values replicated on {replicas} ranks: the other ranks' gradients are missing": replicas > 1,
+        "values shared by two layers: the earlier one would read rows that the later one has moved": shared,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError(f"update: fused cannot be combined with {reason}", "optim.values.update", "choose sparse")
 
 
 class ValuesAdam:
-    """The values' optimizer: takes the tables over (their `weight` no longer gets a `.grad`).
+    """The values' optimizer: takes the tables over, so that their `weight` no longer gets a `.grad`.
 
     step t on a row with gradient g:  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,
     row <- row - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    `update: fused` wants `.begin` before each backward, which then moves the rows; `.step` only ends it. A number of
+    the gradient that is not finite moves nothing there; that the rest of the step is skipped cannot be taken back.
+    Numbers kept in bf16 are rounded stochastically, by a generator that depends on the step and the table alone.
     """
 
     def __init__(self, tables: list[Values], settings: ValuesOptim):
         self.tables, self.settings = tables, settings
+        self.fused = settings.update == "fused"
         self.moments: list[tuple[Tensor, Tensor]] = []
+        self.masters: list[Tensor | None] = []
         for table in tables:
             table.collect_rows()
-            self.moments.append((torch.zeros_like(table.weight), torch.zeros_like(table.weight)))
+            values = table.weight.detach()
+            if settings.dtype != "fp32":
+                table.weight.data = values.to(torch.bfloat16)
+            self.masters.append(values.float().clone() if settings.dtype == "bf16+master" else None)
+            dtype = STATE_DTYPES[settings.state_dtype] if values.dtype is not torch.float64 else values.dtype
+            self.moments.append((torch.zeros_like(values, dtype=dtype), torch.zeros_like(values, dtype=dtype)))
 
     def gradient_norm(self) -> Tensor:
-        """Euclidean norm of all tables' gradients, fp32 scalar."""
+        """Euclidean norm of all tables' gradients, fp32 scalar; 0 for `fused`, which leaves none."""
         found = [g.values for table in self.tables if (g := table.gradient()) is not None]
         return torch.nn.utils.get_total_norm(found) if found else torch.zeros(())
 
@@ -40,35 +84,41 @@ class ValuesAdam:
             if gradient is not None:
                 gradient.values.mul_(factor)
 
+    def begin(self, lr: float, step: int) -> None:
+        """Announce the update that the next backward is to apply; nothing to do unless `update: fused`."""
+        if self.fused:
+            for i, table in enumerate(self.tables):
+                table.inside_backward = _Once(self._step(i, lr, step))
+
     @torch.no_grad()
     def step(self, lr: float, step: int) -> None:
         """Update the rows that were read; `step` counts from 1."""
-        b1, b2 = self.settings.betas
-        for table, (mean, square) in zip(self.tables, self.moments, strict=True):
+        for i, table in enumerate(self.tables):
+            table.inside_backward = None
             gradient = table.gradient()
-            if gradient is None:
-                continue
-            rows, g = gradient
-            m = mean[rows].lerp_(g, 1 - b1)
-            v = square[rows].mul_(b2).addcmul_(g, g, value=1 - b2)
-            mean[rows], square[rows] = m, v
-            move = (m / (1 - b1**step)) / ((v / (1 - b2**step)).sqrt_() + self.settings.eps)
-            table.weight[rows] -= lr * move
+            if gradient is not None:
+                _update(gradient.rows, gradient.values, table.weight, self._step(i, lr, step))
 
     def clear(self) -> None:
         for table in self.tables:
             table.clear_gradient()
 
+    def _step(self, table: int, lr: float, step: int) -> AdamStep:
+        (mean, square), settings = self.moments[table], self.settings
+        seed = (step * 1_000_003 + table * 7_919) % (2**31 - 1)
+        return AdamStep(mean, square, self.masters[table], lr, settings.betas, settings.eps, step, seed)
+
     def state_tensors(self) -> dict[str, Tensor]:
-        """Moments by name, `<table>.mean` and `<table>.square`; the tensors themselves, not copies."""
-        return {
-            f"{i}.{name}": t
-            for i, pair in enumerate(self.moments)
-            for name, t in zip(("mean", "square"), pair, strict=True)
-        }
+        """`<table>.mean`, `<table>.square` and, where there is one, `<table>.master`; the tensors themselves, not copies."""
+        tensors: dict[str, Tensor] = {}
+        for i, ((mean, square), master) in enumerate(zip(self.moments, self.masters, strict=True)):
+            tensors |= {f"{i}.mean": mean, f"{i}.square": square}
+            if master is not None:
+                tensors[f"{i}.master"] = master
+        return tensors
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Copy moments in place; ValueError if one is missing, left over, or has another shape or dtype."""
+        """Copy in place; ValueError, and nothing copied, if one is missing, left over, or has another shape or dtype."""
         own = self.state_tensors()
         if own.keys() != tensors.keys():
             raise ValueError(f"expected {sorted(own)}, found {sorted(tensors)}")
@@ -80,3 +130,31 @@ class ValuesAdam:
                 )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
+
+
+class _Once:
+    """An update that backward may take once."""
+
+    def __init__(self, step: AdamStep):
+        self.step: AdamStep | None = step
+
+    def __call__(self) -> AdamStep:
+        step, self.step = self.step, None
+        if step is None:
+            raise UserError(
+                "update: fused saw a second backward through one table before the next step began",
+                "optim.values.update",
+                "choose sparse for gradient accumulation and for values that two layers share",
+            )
+        return step
+
+
+def _update(rows: Tensor, grad: Tensor, table: Tensor, step: AdamStep) -> None:
+    if table.is_cuda:
+        from pkm.memory.kernels.choose import choose
+
+        if choose("auto", table.device) == "triton":
+            from pkm.memory.kernels import triton_adam
+
+            return triton_adam.update(rows, grad, table, step)
+    update.update(rows, grad, table, step)

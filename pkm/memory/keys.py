@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pkm.memory.kernels import reference
+from pkm.memory.kernels import flat, reference, search
 
 
 class ProductKeys(nn.Module):
@@ -31,6 +31,25 @@ class ProductKeys(nn.Module):
         """query (N, H, q) -> the k best slots of each head (N, H, k) int64 and their scores (N, H, k), best first."""
         return reference.select_product(self.scores(query), k)
 
+    def select(
+        self, query: Tensor, scale: Tensor | None, shift: Tensor | None, k: int, kernels: str
+    ) -> tuple[Tensor, Tensor]:
+        """`search` with query * scale + shift for a query, and softmax: slots (N, H, k) int32, weights (N, H, k). Fast."""
+        with torch.autocast(query.device.type, enabled=False):
+            keys, bias = fold(self.weight, scale, shift, (self.heads, 2, 1, -1))
+            return search.search(query, keys.to(query.dtype), bias, k, kernels)
+
+    def search_faiss(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """`search` with faiss for the nearest sub-keys; which of equal sub-keys it takes is faiss' choice."""
+        from pkm.memory.kernels.faiss_search import nearest
+
+        halves = query.unflatten(-1, (2, -1))
+        first, second = (
+            torch.stack([nearest(halves[:, h, side], self.weight[h, side], k) for h in range(self.heads)], dim=1)
+            for side in (0, 1)
+        )
+        return reference.select_among(self.scores(query), first, second)
+
 
 class FlatKeys(nn.Module):
     """One key a slot, for each head its own."""
@@ -46,3 +65,28 @@ class FlatKeys(nn.Module):
         with torch.autocast(query.device.type, enabled=False):
             dtype = reference.at_least_fp32(query.dtype)
             return reference.select_flat(query.to(dtype), self.weight.to(dtype), k)
+
+    def select(
+        self, query: Tensor, scale: Tensor | None, shift: Tensor | None, k: int, kernels: str
+    ) -> tuple[Tensor, Tensor]:
+        """`search` with query * scale + shift for a query, and softmax: slots (N, H, k) int32, weights (N, H, k). Fast."""
+        with torch.autocast(query.device.type, enabled=False):
+            keys, bias = fold(self.weight, scale, shift, (self.heads, 1, -1))
+            return flat.search_flat(query, keys.to(query.dtype), bias, k, kernels)
+
+    def search_faiss(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """`search` with faiss for the nearest keys; which of equal keys it takes, and their order, is faiss' choice."""
+        from pkm.memory.kernels.faiss_search import nearest
+
+        slots = torch.stack([nearest(query[:, h], self.weight[h], k) for h in range(self.heads)], dim=1)
+        with torch.autocast(query.device.type, enabled=False):
+            dtype = reference.at_least_fp32(query.dtype)
+            heads = torch.arange(self.heads, device=query.device).view(-1, 1)
+            return slots, torch.einsum("nhq,nhkq->nhk", query.to(dtype), self.weight[heads, slots].to(dtype))
+
+
+def fold(weight: Tensor, scale: Tensor | None, shift: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Keys (..., C, q) and bias (..., C): key . (query * scale + shift) = (key * scale) . query + key . shift."""
+    if scale is None or shift is None:
+        return weight, weight.new_zeros(weight.shape[:-1])
+    return weight * scale.view(shape), (weight * shift.view(shape)).sum(-1)

@@ -1,6 +1,6 @@
 """The product-key memory layer: query network -> key search -> weighted read of values (paper 3.1).
 
-Shapes: B windows, T tokens, N = B * T, d model width, H heads, k slots a head reads, K slots.
+Shapes: B windows, T tokens, N = B * T, d model width, H heads, k slots a head reads, K slots, q query size.
 """
 
 from __future__ import annotations
@@ -9,25 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from pkm.config import MemoryConfig
+from pkm.memory.kernels import choose
 from pkm.memory.keys import FlatKeys, ProductKeys
-from pkm.memory.query import QueryNetwork
-from pkm.memory.ranks import read_sharded
+from pkm.memory.query import BatchNorm, QueryNetwork
 from pkm.memory.values import Values
 
 
 class MemoryLayer(nn.Module):
     """m(x) = sum over heads of sum over the k selected slots i of w_i v_i, w = softmax of their scores (paper eq. 1-3).
 
-    record     if True, `selection` holds what the last forward read: (indices (N, H, k) int64, weights (N, H, k) fp32) of the
+    Under autocast the query network and products with keys run in its dtype; scores, softmax and statistics stay in fp32.
+
+    record     if True, `selection` holds what the last forward read: (indices (N, H, k), weights (N, H, k)) of the
                tokens that are not padding
-    sharded    if True, `values` holds this rank's columns only (pkm.memory.ranks)
     """
 
     selection: tuple[Tensor, Tensor]
 
     def __init__(self, config: MemoryConfig, dim: int):
         super().__init__()
-        self.heads, self.knn = config.heads, config.knn
+        choose.check(config.kernels)
+        self.heads, self.knn, self.wanted_kernels = config.heads, config.knn, config.kernels
         self.query = QueryNetwork(config.query, dim, config.heads)
         self.keys: ProductKeys | FlatKeys
         if config.keys == "product":
@@ -38,7 +40,6 @@ class MemoryLayer(nn.Module):
             self.keys = FlatKeys(config.heads, config.slots, config.query.dim)
         self.values = Values(self.keys.slots, dim)
         self.record = False
-        self.sharded = False
 
     @property
     def slots(self) -> int:
@@ -46,21 +47,39 @@ class MemoryLayer(nn.Module):
 
     @property
     def kernels(self) -> str:
-        """One line: what computes this layer."""
-        return "reference (plain PyTorch)"
+        """One line: who computes this layer where its weights are now."""
+        return choose.describe(self.wanted_kernels, self.values.weight.device)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x (B, T, d), mask (B, T) bool with True for real tokens -> (B, T, d); 0 for padding, which reads nothing."""
+        kernels = choose.choose(self.wanted_kernels, x.device)
+        if kernels == "triton" and x.dtype is torch.float64:
+            kernels = "torch"
         tokens = x.flatten(0, -2)
         real = None if mask is None else mask.flatten()
-        indices, scores = self.keys.search(self.query(tokens, real), self.knn)
-        weights = scores.softmax(-1)
+        indices, weights = self.search(tokens, real, kernels)
         if self.record:
-            picked = (indices, weights.detach()) if real is None else (indices[real], weights.detach()[real])
-            self.selection = picked
+            picked = (indices, weights.detach())
+            self.selection = picked if real is None else (picked[0][real], picked[1][real])
         if real is not None:
             indices = indices.masked_fill(~real.view(-1, 1, 1), -1)
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        if self.sharded:
-            return read_sharded(self.values, indices.flatten(1), weights.flatten(1), dtype).view(x.shape)
-        return self.values.read(indices.flatten(1), weights.flatten(1), dtype).view(x.shape)
+        return self.values.read(indices.flatten(1), weights.flatten(1), compute_dtype(x), kernels).view(x.shape)
+
+    def search(self, tokens: Tensor, real: Tensor | None, kernels: str) -> tuple[Tensor, Tensor]:
+        """tokens (N, d), real (N,) bool or None -> slots (N, H, k) and weights (N, H, k), at least fp32."""
+        if isinstance(self.query.norm, BatchNorm):
+            self.query.norm.kernels = kernels
+        if self.wanted_kernels == "faiss":
+            indices, scores = self.keys.search_faiss(self.query(tokens, real), self.knn)
+        elif kernels == "reference":
+            indices, scores = self.keys.search(self.query(tokens, real), self.knn)
+        else:
+            query, scale, shift = self.query.unfolded(tokens, real)
+            return self.keys.select(query.to(compute_dtype(tokens)), scale, shift, self.knn, kernels)
+        return indices, scores.softmax(-1)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype where it is on, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

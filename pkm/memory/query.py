@@ -25,6 +25,7 @@ class BatchNorm(nn.Module):
     statistics and is causal.
 
     momentum        weight of the newest batch in the running statistics
+    kernels         who computes statistics: "reference" or "triton"
     sum_over_ranks  if set: differentiable sum of a tensor over all ranks, for statistics of the whole batch
     """
 
@@ -35,6 +36,7 @@ class BatchNorm(nn.Module):
         super().__init__()
         self.momentum, self.eps = momentum, eps
         self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+        self.kernels = "reference"
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
         self.register_buffer("running_mean", torch.zeros(features))
@@ -59,7 +61,7 @@ class BatchNorm(nn.Module):
 
     def _batch_statistics(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Mean and (biased) variance of each feature and the number of tokens they are over."""
-        mean, var, count = statistics.column_statistics(x, mask)
+        mean, var, count = statistics.column_statistics(x, mask, self.kernels)
         if self.sum_over_ranks is None:
             return mean, var, count
         # Chan et al.: the parts' means and variances give the whole's without a second pass over x.
@@ -93,6 +95,17 @@ class QueryNetwork(nn.Module):
         for layer in self.deeper:
             h = layer(F.relu(h))
         return h
+
+    def unfolded(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """-> queries (N, H, q), scale and shift (H, q): normalised are queries * scale + shift, or the queries where both are None.
+
+        Batch normalisation is affine in the query, so that the keys can take it in, which are fewer than queries.
+        """
+        if not isinstance(self.norm, BatchNorm):
+            return self(x, mask), None, None
+        h = self.raw(x)
+        scale, shift = (t.unflatten(0, (self.heads, self.dim)) for t in self.norm.affine(h, mask))
+        return h.unflatten(-1, (self.heads, self.dim)), scale, shift
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x (N, d), mask (N,) bool or None -> normalised queries (N, H, q)."""

@@ -6,12 +6,14 @@ Shapes: K slots, d model width, N tokens, J reads of a token (heads * k), U dist
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pkm.memory.kernels import ops
+from pkm.memory.kernels.update import AdamStep
 
 _tickets = itertools.count(1)
 
@@ -31,12 +33,14 @@ class Values(nn.Module):
     dense   (as built) `weight` is an ordinary parameter: backward leaves a K x d gradient in `weight.grad`
     sparse  after `.collect_rows()`: `weight` has no `.grad`; backward leaves the compact gradient of the rows that were
             read in `.gradient()`, summed over backward passes until `.clear_gradient()`
+    fused   while `inside_backward` is set: backward asks it for an update and applies that to the rows; no gradient is left
     """
 
     def __init__(self, slots: int, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(slots, dim).normal_(std=dim**-0.5))
         self.ticket = 0
+        self.inside_backward: Callable[[], AdamStep] | None = None
         self._gradient: RowGradient | None = None
 
     def collect_rows(self) -> None:
@@ -46,7 +50,9 @@ class Values(nn.Module):
         self.ticket = self.ticket or next(_tickets)
         ops.RECEIVERS[self.ticket] = self
 
-    def read(self, indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def read(
+        self, indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None, kernels: str = "reference"
+    ) -> Tensor:
         """Weighted sum of rows: indices (N, J) int32 or int64, weights (N, J) -> (N, d) in `dtype`, by default the table's.
 
         An index below 0 reads nothing, leaves no gradient and touches no row.
@@ -54,7 +60,7 @@ class Values(nn.Module):
         if self.ticket and torch.is_grad_enabled() and not weights.requires_grad:
             # Backward must pass here for the rows' sake even where nothing before needs a gradient.
             weights = weights.detach().requires_grad_()
-        return ops.read(self.weight, indices, weights, self.ticket, dtype or self.weight.dtype)
+        return ops.read(self.weight, indices, weights, self.ticket, dtype or self.weight.dtype, kernels)
 
     def gradient(self) -> RowGradient | None:
         """Sum over all backward passes since `.clear_gradient()`; None if no row was read."""
@@ -72,6 +78,10 @@ class Values(nn.Module):
         if len(rows):
             new = RowGradient(rows, values)
             self._gradient = new if self._gradient is None else add_rows(self._gradient, new)
+
+    def step_inside_backward(self) -> AdamStep | None:
+        """The update that backward is to apply, if it is to."""
+        return self.inside_backward() if self.inside_backward is not None else None
 
 
 def add_rows(a: RowGradient, b: RowGradient) -> RowGradient:

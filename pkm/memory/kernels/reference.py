@@ -22,9 +22,15 @@ def select_product(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Slot i * C + j has the score scores[0, i] + scores[1, j]. Selection is exact for these sums as real numbers, before
     rounding, and the lowest slot wins a tie.
     """
-    sub_keys = scores.shape[-1]
     with torch.no_grad():
         first, second = top(scores, k).unbind(2)
+    return select_among(scores, first, second)
+
+
+def select_among(scores: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """`select_product` when the k best sub-keys of each side (N, H, k) are known."""
+    sub_keys, k = scores.shape[-1], first.shape[-1]
+    with torch.no_grad():
         a = scores[:, :, 0].gather(-1, first).unsqueeze(-1)
         b = scores[:, :, 1].gather(-1, second).unsqueeze(-2)
         slots = (first.unsqueeze(-1) * sub_keys + second.unsqueeze(-2)).flatten(-2)

@@ -2,25 +2,72 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from pkm.memory.kernels.reference import at_least_fp32
 
-def column_statistics(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+
+def column_statistics(x: Tensor, mask: Tensor | None, kernels: str = "reference") -> tuple[Tensor, Tensor, Tensor]:
     """x (N, F), mask (N,) bool, True = counts -> mean (F,), biased variance (F,), count (); at least fp32, differentiable.
 
     No row that counts gives mean and variance 0.
     """
-    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    if kernels == "triton" and x.dtype is not torch.float64:
+        return _column_statistics(x.contiguous(), mask)
+    x = x.to(at_least_fp32(x.dtype))
     if mask is None:
         var, mean = torch.var_mean(x, dim=0, correction=0)
         return mean, var, torch.full((), float(x.shape[0]), dtype=x.dtype, device=x.device)
-    rows = mask.to(x.dtype).unsqueeze(1)
-    count = rows.sum()
+    count = mask.to(x.dtype).sum()
     # `where`, not a product: padding may hold anything, NaN included.
     mean = torch.where(mask.unsqueeze(1), x, 0.0).sum(0) / count.clamp(min=1)
     var = torch.where(mask.unsqueeze(1), x - mean, 0.0).square().sum(0) / count.clamp(min=1)
     return mean, var, count
+
+
+@torch.library.custom_op("pkm::column_statistics", mutates_args=())
+def _column_statistics(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    from pkm.memory.kernels import triton_statistics
+
+    return triton_statistics.column_statistics(x, mask)
+
+
+@_column_statistics.register_fake
+def _(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.new_empty(x.shape[1], dtype=torch.float32)
+    return mean, torch.empty_like(mean), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("pkm::column_statistics_backward", mutates_args=())
+def _column_statistics_backward(
+    by_mean: Tensor, by_var: Tensor, x: Tensor, mask: Tensor | None, mean: Tensor, count: Tensor
+) -> Tensor:
+    from pkm.memory.kernels import triton_statistics
+
+    return triton_statistics.column_statistics_backward(by_mean, by_var, x, mask, mean, count)
+
+
+@_column_statistics_backward.register_fake
+def _(by_mean: Tensor, by_var: Tensor, x: Tensor, mask: Tensor | None, mean: Tensor, count: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, ctx.mask = inputs
+    mean, _, count = output
+    ctx.mark_non_differentiable(count)
+    ctx.save_for_backward(x, mean, count)
+
+
+def _backward(ctx: Any, by_mean: Tensor, by_var: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    x, mean, count = ctx.saved_tensors
+    return _column_statistics_backward(by_mean, by_var, x, ctx.mask, mean, count), None
+
+
+_column_statistics.register_autograd(_backward, setup_context=_save)
 
 
 @torch.library.custom_op("pkm::update_running", mutates_args=("running_mean", "running_var"))

@@ -1,0 +1,304 @@
+"""Product-key search on a GPU: sub-key scores -> slots and weights, exactly, and the way back for gradients.
+
+Two kernels. The first sorts 32-bit integers that hold a coarse score and a position, and few of them: a bound that no more
+than the best can pass leaves few candidates. What it finds it then proves, in the scores themselves: the list falls
+strictly, and no other candidate reaches its last one. The second kernel does the rows without a proof (ties, scores
+closer than coarse ones can tell, crowded bounds, NaN, infinities) with 64-bit integers and no shortcut but the exact one.
+
+Shapes: N tokens, H heads, R = N * H rows, C sub-keys a side, k selected slots, P pairs that can be among the k best.
+"""
+
+# Triton reads the kernels' source, not their types.
+# mypy: disallow-untyped-defs=False, disable-error-code="operator,arg-type,index,union-attr,attr-defined,call-arg,misc"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pkm.memory.kernels.pairs import pair_table
+
+
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@triton.jit
+def _at(x, position, last):
+    """x (BR, W)[position == last] of each row."""
+    return tl.sum(tl.where(position[None, :] == last, x, 0), 1)
+
+
+@triton.jit
+def _coarse_top(x, high, low, K: tl.constexpr, KEEP: tl.constexpr):
+    """The largest of x (BR, W), as far as coarse scores tell: positions (BR, KEEP), largest first, and a bound below the K-th.
+
+    The range from low to high (BR,) is cut into as many steps as the bits beside a position can count; below low all is one.
+    """
+    W: tl.constexpr = x.shape[1]
+    log: tl.constexpr = _log2(W)
+    levels: tl.constexpr = (1 << (31 - log)) - 1
+    size = tl.maximum(high - low, 1e-30) / levels
+    step = tl.minimum((high[:, None] - x) * (1.0 / size)[:, None], levels * 1.0).to(tl.int32)
+    coarse = tl.minimum(tl.maximum(-step + levels, 0), levels)
+    # The lower of two positions is the larger number: every bit of it is turned over.
+    packed = tl.topk((coarse << log) | (tl.arange(0, W) ^ (W - 1))[None, :], KEEP)
+    last = _at(packed >> log, tl.arange(0, KEEP), K - 1)
+    return (packed & (W - 1)) ^ (W - 1), high + (last - (levels + 1)).to(tl.float32) * size
+
+
+@triton.jit
+def _falls(score, j, K: tl.constexpr, KP: tl.constexpr):
+    """(BR,): whether the first K of the scores (BR, KP) fall strictly, NaN never does."""
+    following = tl.broadcast_to(tl.minimum(j + 1, KP - 1)[None, :], [score.shape[0], KP])
+    fine = (score > tl.gather(score, following, 1)) | (j >= K - 1)[None, :]
+    return tl.min(fine.to(tl.int32), 1) == 1
+
+
+@triton.jit
+def _half(
+    scores, bias, token_ok, C: tl.constexpr, CP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
+):  # fmt: skip
+    """One side's k best sub-keys of each row.
+
+    scores   pointers (BR,) to the C scores of a row;  bias  pointer to the (C,) that are added to them
+    S        neighbours that are first compared as one: the k groups with the largest maxima hold the k best scores
+    -> sub-keys (BR, KP) int32, their scores (BR, KP) fp32, and (BR,) whether they are proven right
+    """
+    BR: tl.constexpr = token_ok.shape[0]
+    c = tl.arange(0, CP)
+    inside = c < C
+    x = tl.load(scores[:, None] + c[None, :], mask=token_ok[:, None] & inside[None, :], other=float("-inf"))
+    x += tl.load(bias + c, mask=inside, other=0.0)[None, :]
+    j = tl.arange(0, KP)
+    if S > 1:
+        maxima = tl.max(tl.reshape(x, [BR, CP // S, S]), 2)
+        high = tl.max(maxima, 1)
+        low = tl.min(tl.where(maxima == float("-inf"), high[:, None], maxima), 1)
+        group, low = _coarse_top(maxima, high, low, K, KP)
+        near = tl.reshape(group[:, :, None] * S + tl.arange(0, S)[None, None, :], [BR, KP * S])
+        there = token_ok[:, None] & (near < C)
+        y = tl.load(scores[:, None] + near, mask=there, other=float("-inf")) + tl.load(
+            bias + near, mask=near < C, other=0.0
+        )
+        place, low = _coarse_top(y, tl.max(y, 1), low, K, KP)
+        best, score = tl.gather(near, place, 1), tl.gather(y, place, 1)
+    else:
+        high, low = tl.max(x, 1), tl.min(tl.where(inside[None, :], x, float("inf")), 1)
+        best, low = _coarse_top(x, high, low, K, KP)
+        score = tl.gather(x, best, 1)
+    # `not below` instead of `reaches`: NaN is counted then, and fails the proof.
+    reach = tl.sum(tl.where(x < _at(score, j, K - 1)[:, None], 0, 1), 1)
+    return best, score, _falls(score, j, K, KP) & (reach == K)
+
+
+@triton.jit
+def _write(out_slots, out_weights, row, row_ok, slot, score, K: tl.constexpr, KP: tl.constexpr):
+    """Softmax over the k scores of each row, and store slots and weights (R, K)."""
+    j = tl.arange(0, KP)
+    valid = (j < K)[None, :]
+    e = tl.exp(score - _at(score, j, 0)[:, None])
+    e = tl.where(valid, e, 0.0)
+    weight = e / tl.sum(e, 1)[:, None]
+    out = row.to(tl.int64)[:, None] * K + j[None, :]
+    tl.store(out_slots + out, slot, mask=row_ok[:, None] & valid)
+    tl.store(out_weights + out, weight, mask=row_ok[:, None] & valid)
+
+
+@triton.jit
+def search_kernel(
+    scores, bias, pairs, out_slots, out_weights, unproven, N, H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """scores (H, 2, N, C), bias (H, 2, C) fp32, pairs (P,) int32
+    -> slots, weights (N * H, K), unproven (N * H,) int8."""
+    token = tl.program_id(0) * BR + tl.arange(0, BR)
+    head = tl.program_id(1)
+    ok = token < N
+    row = token * H + head
+    first = (2 * head).to(tl.int64)
+    one, two = scores + (first * N + token) * C, scores + ((first + 1) * N + token) * C
+    i, a, proven = _half(one, bias + first * C, ok, C, CP, S, K, KP)
+    j, b, also = _half(two, bias + (first + 1) * C, ok, C, CP, S, K, KP)
+
+    pair = tl.load(pairs + tl.arange(0, P))
+    there = (pair >= 0)[None, :]
+    left = tl.broadcast_to((tl.maximum(pair, 0) // KP)[None, :], [BR, P])
+    right = tl.broadcast_to((tl.maximum(pair, 0) % KP)[None, :], [BR, P])
+    total = tl.where(there, tl.gather(a, left, 1) + tl.gather(b, right, 1), float("-inf"))
+    # Pairs (1, j) and (j, 1) are k candidates each: the least of them bounds the k-th best from below.
+    r = tl.arange(0, KP)
+    a1, b1 = _at(a, r, 0), _at(b, r, 0)
+    low = tl.maximum(a1 + _at(b, r, K - 1), _at(a, r, K - 1) + b1)
+    place, low = _coarse_top(total, a1 + b1, low, K, KP)
+    best = tl.gather(total, place, 1)
+    # Rounding keeps order: where rounded sums fall strictly, so do the real ones.
+    reach = tl.sum(tl.where((total < _at(best, r, K - 1)[:, None]) | ~there, 0, 1), 1)
+    proven = proven & also & _falls(best, r, K, KP) & (reach == K)
+
+    pair = tl.maximum(tl.load(pairs + place), 0)
+    slot = tl.gather(i, pair // KP, 1) * C + tl.gather(j, pair % KP, 1)
+    _write(out_slots, out_weights, row, ok, slot, best, K, KP)
+    tl.store(unproven + row, tl.where(proven, 0, 1).to(tl.int8), mask=ok)
+
+
+@triton.jit
+def _exact_sum(a, b):
+    """a + b rounded, and what rounding lost; 0 where that is not finite."""
+    total = a + b
+    shadow = total - a
+    lost = (a - (total - shadow)) + (b - shadow)
+    return total, tl.where(tl.abs(lost) < float("inf"), lost, 0.0)
+
+
+@triton.jit
+def _sortable(x):
+    """fp32 -> int64 in the same order: NaN above all, the two zeros alike."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(x != x, 0x7FFFFFFF, ordered).to(tl.int64)
+
+
+@triton.jit
+def _exact_order(x, KEEP: tl.constexpr):
+    """x (1, W) -> positions (1, KEEP) of the largest, largest first, the lowest position first among equals."""
+    W: tl.constexpr = x.shape[1]
+    packed = (_sortable(x) << 32) | (tl.arange(0, W) ^ (W - 1))[None, :].to(tl.int64)
+    return (tl.topk(packed, KEEP) & (W - 1)).to(tl.int32) ^ (W - 1)
+
+
+@triton.jit
+def _exact_half(scores, bias, C: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr):
+    c = tl.arange(0, CP)[None, :]
+    x = tl.load(scores + c, mask=c < C, other=0.0) + tl.load(bias + c, mask=c < C, other=0.0)
+    # Padding has the highest positions, so that even -inf of a real sub-key comes before it.
+    best = _exact_order(tl.where(c < C, x, float("-inf")), KP)
+    inside = best < C
+    best = tl.minimum(best, C - 1)
+    score = tl.load(scores + best) + tl.load(bias + best)
+    return best, tl.where(inside, score, float("-inf"))
+
+
+@triton.jit
+def repair_kernel(
+    scores, bias, pairs, out_slots, out_weights, unproven, N, H: tl.constexpr,
+    C: tl.constexpr, CP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Do again, with 64-bit integers, the rows whose result is unproven; a program looks after ROWS of them."""
+    start = tl.program_id(0) * ROWS
+    mine = start + tl.arange(0, ROWS)
+    flags = tl.load(unproven + mine, mask=mine < N * H, other=0).to(tl.int32)
+    p = tl.arange(0, P)[None, :]
+    pair = tl.load(pairs + p)
+    there = pair >= 0
+    pair = tl.maximum(pair, 0)
+    left, right = pair // KP, pair % KP
+    left_over = tl.sum(flags, 0)
+    while left_over > 0:
+        # The next flagged row; taking it off the list ends the loop after as many turns as there are flags.
+        offset = tl.min(tl.where(flags != 0, tl.arange(0, ROWS), ROWS), 0)
+        flags = tl.where(tl.arange(0, ROWS) == offset, 0, flags)
+        left_over -= 1
+        row = start + offset
+        first = (2 * (row % H)).to(tl.int64)
+        i, a = _exact_half(scores + (first * N + row // H) * C, bias + first * C, C, CP, KP)
+        j, b = _exact_half(scores + ((first + 1) * N + row // H) * C, bias + (first + 1) * C, C, CP, KP)
+        total, lost = _exact_sum(tl.gather(a, left, 1), tl.gather(b, right, 1))
+        slot = tl.gather(i, left, 1) * C + tl.gather(j, right, 1)
+        slot = tl.where(there, slot, 0x7FFFFFFF)
+        # Stable sorts from the last criterion to the first: slot, what rounding lost, sum; no pair goes last each time.
+        order = (tl.sort((slot.to(tl.int64) << 32) | p.to(tl.int64)) & 0xFFFFFFFF).to(tl.int32)
+        lost = tl.where(there, lost, float("-inf"))
+        total = tl.where(there, total, float("-inf"))
+        order = tl.gather(order, _exact_order(tl.gather(lost, order, 1), P), 1)
+        order = tl.gather(order, _exact_order(tl.gather(total, order, 1), KP), 1)
+        best, best_slot = tl.gather(total, order, 1), tl.gather(slot, order, 1)
+        rows = row + tl.arange(0, 1)
+        _write(out_slots, out_weights, rows, rows < N * H, best_slot, best, K, KP)
+
+
+@triton.jit
+def score_gradient_kernel(
+    grad_weights, weights, slots, out, R, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BR: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the sub-key scores of R rows into out (R, 2, C), which is zero elsewhere; the others are (R, K).
+
+    CLEAR writes the zeros back. A sub-key in several selected slots gets their sum once, from the first of them: no
+    two threads write one number, and the sum has one order.
+    """
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    j = tl.arange(0, KP)
+    ok = (row < R)[:, None] & (j < K)[None, :]
+    at = row.to(tl.int64)[:, None] * K + j[None, :]
+    slot = tl.load(slots + at, mask=ok, other=0)
+    first = out + row.to(tl.int64)[:, None] * (2 * C) + slot // C
+    second = out + row.to(tl.int64)[:, None] * (2 * C) + C + slot % C
+    if CLEAR:
+        nothing = tl.zeros_like(slot).to(out.dtype.element_ty)
+        tl.store(first, nothing, mask=ok)
+        tl.store(second, nothing, mask=ok)
+    else:
+        # Softmax backward: w (g - sum w g).
+        w = tl.load(weights + at, mask=ok, other=0.0)
+        g = tl.load(grad_weights + at, mask=ok, other=0.0)
+        g = w * (g - tl.sum(w * g, 1)[:, None])
+        total, leads = _sum_by(tl.where(ok, slot // C, -1), g, j, KP)
+        tl.store(first, total.to(out.dtype.element_ty), mask=ok & leads)
+        total, leads = _sum_by(tl.where(ok, slot % C, -1), g, j, KP)
+        tl.store(second, total.to(out.dtype.element_ty), mask=ok & leads)
+
+
+@triton.jit
+def _sum_by(key, x, j, KP: tl.constexpr):
+    """x (BR, KP) summed over equal keys of a row, and whether a place is the first with its key."""
+    same = key[:, :, None] == key[:, None, :]
+    total = tl.sum(tl.where(same, x[:, None, :], 0.0), 2)
+    return total, tl.min(tl.where(same, j[None, None, :], KP), 2) == j[None, :]
+
+
+def search_into(scores: Tensor, bias: Tensor, slots: Tensor, weights: Tensor) -> None:
+    """scores (H, 2, N, C), bias (H, 2, C), fp32 and contiguous -> into slots int32, weights fp32 (N, H, k), contiguous."""
+    heads, _, tokens, sub_keys = scores.shape
+    k = slots.shape[-1]
+    rows = tokens * heads
+    if rows == 0:
+        return
+    k_width = max(2, triton.next_power_of_2(k))
+    width = max(k_width, triton.next_power_of_2(sub_keys))
+    pairs = pair_table(k, k_width, scores.device)
+    unproven = torch.empty(rows, dtype=torch.int8, device=scores.device)
+    shape = (tokens, heads, sub_keys, width)
+    search_kernel[(triton.cdiv(tokens, SEARCH_TOKENS), heads)](
+        scores, bias, pairs, slots, weights, unproven, *shape, group_size(width, k_width), k, k_width, len(pairs), SEARCH_TOKENS,
+        num_warps=SEARCH_WARPS,
+    )  # fmt: skip
+    repair_kernel[(triton.cdiv(rows, REPAIR_ROWS),)](
+        scores, bias, pairs, slots, weights, unproven, *shape, k, k_width, len(pairs), REPAIR_ROWS, num_warps=1
+    )
+
+
+def score_gradient(grad_weights: Tensor, weights: Tensor, slots: Tensor, out: Tensor, clear: bool) -> None:
+    """Gradient of the sub-key scores into out (N, H, 2, C), which is zero elsewhere; `clear` writes the zeros back."""
+    tokens, heads, k = slots.shape
+    k_width = triton.next_power_of_2(k)
+    block = max(1, GRADIENT_ELEMENTS // k_width**2)
+    score_gradient_kernel[(triton.cdiv(tokens * heads, block),)](
+        grad_weights, weights, slots, out, tokens * heads, out.shape[-1], k, k_width, block, clear, num_warps=4
+    )
+
+
+# Measured on an H100; see benchmarks/results/memory-h100.md.
+GRADIENT_ELEMENTS = 4096
+SEARCH_TOKENS = 1
+SEARCH_WARPS = 1  # Triton 3.6 cannot compile a gather in a tile of fewer numbers than threads
+REPAIR_ROWS = 64
+
+
+def group_size(width: int, k_width: int) -> int:
+    """S: sorting width / S maxima and then k * S scores is least work near the root of width / k."""
+    size = 1
+    while (2 * size) ** 2 * k_width <= width:
+        size *= 2
+    return size

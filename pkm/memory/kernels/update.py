@@ -1,0 +1,70 @@
+"""Lazy Adam on the rows of a table that were read: what a step is, and how plain PyTorch takes it.
+
+Shapes: K rows of width D, U rows to update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS_AT_ONCE = 1 << 22  # numbers that the update of plain PyTorch takes in at a time
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """One update with everything it needs but rows and gradients."""
+
+    mean: Tensor
+    """(K, D) fp32 or bf16: first moment, in place."""
+    square: Tensor
+    """(K, D) fp32 or bf16: second moment, in place."""
+    master: Tensor | None
+    """(K, D) fp32 copy that is updated and from which the table is rounded; None if the table itself is updated."""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    step: int
+    """Global, from 1: bias correction counts all steps, not those that read a row."""
+    seed: int
+    """Of stochastic rounding: below 2^31, another for every step and table."""
+
+    def numbers(self) -> tuple[float, ...]:
+        """lr, b1, 1 - b1, b2, 1 - b2, bias corrections of mean and square, eps; each rounded to fp32 once."""
+        b1, b2 = self.betas
+        return self.lr, b1, 1 - b1, b2, 1 - b2, 1 - b1**self.step, 1 - b2**self.step, self.eps
+
+
+def update(rows: Tensor, grad: Tensor, table: Tensor, step: AdamStep) -> None:
+    """Adam on rows (U,) of table (K, D) with their gradients (U, D) fp32, in place."""
+    lr, b1, one_b1, b2, one_b2, c1, c2, eps = step.numbers()
+    generator = torch.Generator(table.device).manual_seed(step.seed)
+    source = table if step.master is None else step.master
+    at_once = max(1, ROWS_AT_ONCE // table.shape[1])
+    for part, g in zip(rows.split(at_once), grad.split(at_once), strict=True):
+        m = step.mean[part].to(g.dtype).mul_(b1).add_(g, alpha=one_b1)
+        v = step.square[part].to(g.dtype).mul_(b2).addcmul_(g, g, value=one_b2)
+        x = source[part].to(g.dtype)
+        denominator = (v / c2).sqrt_().add_(eps)
+        x.addcdiv_(m, denominator, value=-lr / c1)
+        step.mean[part] = rounded(m, step.mean.dtype, generator)
+        step.square[part] = rounded(v, step.square.dtype, generator)
+        if step.master is None:
+            table[part] = rounded(x, table.dtype, generator)
+        else:
+            step.master[part] = x.to(step.master.dtype)
+            table[part] = x.to(table.dtype)
+
+
+def rounded(x: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """x in `dtype`; fp32 to bf16 stochastically: up with the probability of its distance from the neighbour towards 0.
+
+    The expected value is x, so that updates smaller than half a step of bf16 add up instead of being lost.
+    """
+    if dtype is not torch.bfloat16 or x.dtype is not torch.float32:
+        return x.to(dtype)
+    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    bits = (x.contiguous().view(torch.int32) + noise) & -65536
+    return torch.where(torch.isfinite(x), bits.view(torch.float32), x).to(torch.bfloat16)
