@@ -5,6 +5,8 @@ Shapes: B windows, T tokens, N = B * T, d model width, H heads, k slots a head r
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from pkm.config import MemoryConfig
 from pkm.memory.kernels import choose
 from pkm.memory.keys import FlatKeys, ProductKeys
 from pkm.memory.query import BatchNorm, QueryNetwork
+from pkm.memory.ranks import read_sharded
 from pkm.memory.values import Values
 
 
@@ -22,6 +25,7 @@ class MemoryLayer(nn.Module):
 
     record     if True, `selection` holds what the last forward read: (indices (N, H, k), weights (N, H, k)) of the
                tokens that are not padding
+    sharded    if True, `values` holds this rank's columns only (pkm.memory.ranks)
     """
 
     selection: tuple[Tensor, Tensor]
@@ -40,6 +44,7 @@ class MemoryLayer(nn.Module):
             self.keys = FlatKeys(config.heads, config.slots, config.query.dim)
         self.values = Values(self.keys.slots, dim)
         self.record = False
+        self.sharded = False
 
     @property
     def slots(self) -> int:
@@ -63,7 +68,8 @@ class MemoryLayer(nn.Module):
             self.selection = picked if real is None else (picked[0][real], picked[1][real])
         if real is not None:
             indices = indices.masked_fill(~real.view(-1, 1, 1), -1)
-        return self.values.read(indices.flatten(1), weights.flatten(1), compute_dtype(x), kernels).view(x.shape)
+        read = partial(read_sharded, self.values) if self.sharded else self.values.read
+        return read(indices.flatten(1), weights.flatten(1), compute_dtype(x), kernels).view(x.shape)
 
     def search(self, tokens: Tensor, real: Tensor | None, kernels: str) -> tuple[Tensor, Tensor]:
         """tokens (N, d), real (N,) bool or None -> slots (N, H, k) and weights (N, H, k), at least fp32."""
