@@ -76,6 +76,8 @@ def train(
     precision = pick_precision(config, device)
     scale = LossScale(active=precision == "fp16")
     scale.load(state.loss_scale or scale.record())
+    if corpus.train is None:
+        raise UserError("the corpus has no training text", str(corpus.path), "prepare it from sources that are not empty")
     batches = TrainingBatches(corpus.train, config.corpus.context, config.sequences, config.seed)
     clock = Clock(state.step, steps, config.max_minutes)
     module, rows = distribute(model), dist.share(config.sequences)
