@@ -258,17 +258,20 @@ def _sum_by(key, x, j, KP: tl.constexpr):
     return total, tl.min(tl.where(same, j[None, None, :], KP), 2) == j[None, :]
 
 
-def search_into(scores: Tensor, bias: Tensor, slots: Tensor, weights: Tensor) -> None:
-    """scores (H, 2, N, C), bias (H, 2, C), fp32 and contiguous -> into slots int32, weights fp32 (N, H, k), contiguous."""
+def search_into(scores: Tensor, bias: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    """scores (H, 2, N, C), bias (H, 2, C), fp32 -> into slots int32, weights fp32 (N, H, k); all contiguous.
+
+    -> (N * H,) int8: 1 for rows that the fast kernel could not prove, so that the exact one did them.
+    """
     heads, _, tokens, sub_keys = scores.shape
     k = slots.shape[-1]
     rows = tokens * heads
+    unproven = torch.empty(rows, dtype=torch.int8, device=scores.device)
     if rows == 0:
-        return
+        return unproven
     k_width = max(2, triton.next_power_of_2(k))
     width = max(k_width, triton.next_power_of_2(sub_keys))
     pairs = pair_table(k, k_width, scores.device)
-    unproven = torch.empty(rows, dtype=torch.int8, device=scores.device)
     shape = (tokens, heads, sub_keys, width)
     search_kernel[(triton.cdiv(tokens, SEARCH_TOKENS), heads)](
         scores, bias, pairs, slots, weights, unproven, *shape, group_size(width, k_width), k, k_width, len(pairs), SEARCH_TOKENS,
@@ -277,6 +280,7 @@ def search_into(scores: Tensor, bias: Tensor, slots: Tensor, weights: Tensor) ->
     repair_kernel[(triton.cdiv(rows, REPAIR_ROWS),)](
         scores, bias, pairs, slots, weights, unproven, *shape, k, k_width, len(pairs), REPAIR_ROWS, num_warps=1
     )
+    return unproven
 
 
 def score_gradient(grad_weights: Tensor, weights: Tensor, slots: Tensor, out: Tensor, clear: bool) -> None:

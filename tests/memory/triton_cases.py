@@ -1,0 +1,329 @@
+"""The Triton kernels against `reference` and float64: on a GPU where there is one, else in Triton's interpreter.
+
+Not collected by itself: tests/memory/test_triton.py runs it in a process of its own, since Triton decides when it is imported
+whether it interprets. `scripts/gpu_check.sh` runs it on a GPU, where sizes are real ones besides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pkm.config import MemoryConfig, QueryConfig, ValuesOptim
+from pkm.memory.adam import ValuesAdam
+from pkm.memory.kernels import reference, search, statistics, triton_adam, triton_read, triton_rows, triton_search, update
+from pkm.memory.layer import MemoryLayer
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def on_gpu(*cases: tuple) -> list[tuple]:  # type: ignore[type-arg]
+    """Cases that an interpreter would take minutes for."""
+    return list(cases) if GPU else []
+
+
+# N, H, C, k
+SEARCHES = [
+    (2, 2, 16, 4), (1, 1, 64, 16), (2, 1, 48, 12), (1, 1, 1, 1), (2, 1, 12, 12), (1, 2, 100, 1), (1, 1, 128, 8),
+    *on_gpu(
+        (4096, 4, 512, 32), (4096, 4, 1024, 32), (1000, 3, 128, 16), (777, 2, 384, 48), (300, 1, 2048, 64), (100, 8, 768, 8),
+        (64, 1, 64, 64), (501, 4, 4096, 32), (65, 2, 256, 128),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "nan", "infinite", "close"])
+@pytest.mark.parametrize("shape", SEARCHES)
+def test_search_selects_exactly_what_the_reference_selects(shape: tuple[int, int, int, int], kind: str) -> None:
+    tokens, heads, sub_keys, k = shape
+    scores = torch.randn(heads, 2, tokens, sub_keys)
+    bias = torch.randn(heads, 2, sub_keys) if kind == "random" else torch.zeros(heads, 2, sub_keys)
+    if kind == "ties":
+        scores = torch.randint(-2, 3, scores.shape).float()
+    elif kind == "equal":
+        scores.zero_()
+    elif kind == "nan":
+        scores[:, :, ::2, sub_keys // 2] = float("nan")
+    elif kind == "infinite":
+        scores[:, 0, :, 0], scores[:, 1, :, sub_keys // 2] = float("inf"), float("-inf")
+    elif kind == "close":
+        # Neighbours in fp32 around a large number: sums that rounding makes equal.
+        scores = (1000 + torch.randint(0, 40, scores.shape) * 2.0**-13).float()
+    scores, bias = scores.to(DEVICE), bias.to(DEVICE)
+    slots = torch.full((tokens, heads, k), -7, dtype=torch.int32, device=DEVICE)
+    weights = torch.full((tokens, heads, k), -7.0, device=DEVICE)
+    triton_search.search_into(scores, bias, slots, weights)
+    for rows in torch.arange(tokens, device=DEVICE).split(256):
+        whole = (scores[:, :, rows] + bias.unsqueeze(2)).permute(2, 0, 1, 3).contiguous()
+        expected, best = reference.select_product(whole, k)
+        assert torch.equal(slots[rows].long(), expected)
+        torch.testing.assert_close(weights[rows], best.softmax(-1), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.skipif(not GPU, reason="says how often the fast kernel suffices at real sizes: needs a GPU")
+def test_nearly_every_row_of_random_scores_is_proven_by_the_fast_kernel() -> None:
+    for sub_keys in (512, 1024):
+        scores = torch.randn(4, 2, 4096, sub_keys, device=DEVICE)
+        out = torch.empty(4096, 4, 32, dtype=torch.int32, device=DEVICE), torch.empty(4096, 4, 32, device=DEVICE)
+        unproven = triton_search.search_into(scores, torch.zeros(4, 2, sub_keys, device=DEVICE), *out)
+        assert unproven.float().mean() < 0.01
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 16, 4), (3, 1, 12, 12), (4, 2, 48, 3), *on_gpu((3000, 4, 512, 32))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_search_gradients_equal_the_references(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, heads, sub_keys, k = shape
+    # Several parts, the last one shorter.
+    monkeypatch.setattr(search, "GRADIENT_BYTES", 2 * (tokens // 3) * heads * 2 * sub_keys * 4)
+    query = torch.randn(tokens, heads, 8, device=DEVICE).to(dtype).requires_grad_()
+    keys = torch.randn(heads, 2, sub_keys, 4, device=DEVICE).to(dtype).requires_grad_()
+    bias = torch.randn(heads, 2, sub_keys, device=DEVICE).requires_grad_()
+    grad = torch.randn(tokens, heads, k, device=DEVICE)
+    slots, weights = search.search(query, keys, bias, k, "triton")
+    ours = torch.autograd.grad(weights, (query, keys, bias), grad)
+    halves = query.double().unflatten(-1, (2, -1))
+    scores = torch.einsum("nhsq,hscq->nhsc", halves, keys.double()) + bias.double()
+    # The same selection, in case float64 sees a tie otherwise.
+    first, second = slots.long() // sub_keys, slots.long() % sub_keys
+    best = scores[:, :, 0].gather(-1, first) + scores[:, :, 1].gather(-1, second)
+    theirs = torch.autograd.grad(best.softmax(-1), (query, keys, bias), grad.double())
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
+
+
+# N, J, K, D, largest piece, columns at a time
+READS = [
+    (7, 6, 10, 20, 8, 2048), (5, 9, 40, 100, 4, 32), (9, 8, 3, 16, 8, 2048), (1, 4, 8, 8, 512, 2048), (6, 5, 6, 1, 4, 2048),
+    *on_gpu((4096, 128, 512**2, 1024, 512, 2048), (2000, 48, 50_000, 1600, 512, 512), (3000, 64, 128**2, 100, 512, 2048)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["random", "hot", "one slot", "padding"])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", READS)
+def test_read_and_its_gradients_equal_the_references(
+    shape: tuple[int, ...], dtype: torch.dtype, index_dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, reads, slots, dim, piece, columns = shape
+    if not GPU and (index_dtype, dtype) not in ((torch.int32, torch.float32), (torch.int64, torch.bfloat16)):
+        pytest.skip("the interpreter takes one dtype a kind of index")
+    monkeypatch.setattr(triton_rows, "PIECE", piece)
+    monkeypatch.setattr(triton_rows, "COLUMNS", columns)
+    indices = torch.randint(0, slots, (tokens, reads), device=DEVICE, dtype=index_dtype)
+    if kind == "hot":
+        indices[:, ::2] = slots // 2
+    elif kind == "one slot":
+        indices.fill_(slots - 1)
+    elif kind == "padding":
+        indices[::2] = -1
+    table = torch.randn(slots, dim, device=DEVICE).to(dtype)
+    weights = torch.rand(tokens, reads, device=DEVICE)
+    grad = torch.randn(tokens, dim, device=DEVICE).to(dtype)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+
+    out = triton_read.read(table, indices, weights, dtype)
+    assert_near(out, reference.read(table, indices, weights), tolerance)
+    dots, rows, values = triton_rows.read_backward(grad, table, indices, weights, True, None)
+    assert rows is not None and values is not None
+    assert_near(dots, reference.weight_gradient(grad, table, indices), 1e-4)
+    expected_rows, expected = reference.row_gradient(grad, indices, weights)
+    assert torch.equal(rows, expected_rows)
+    assert_near(values, expected, 1e-4)
+    dense = torch.zeros(slots, dim, device=DEVICE)
+    triton_rows.dense_gradient(grad, table, indices, weights, dense)
+    assert_near(dense[rows], expected, 1e-4)
+    assert dense.count_nonzero() <= values.numel()
+    again = triton_rows.read_backward(grad, table, indices, weights, True, None)
+    assert torch.equal(again[0], dots) and torch.equal(again[2], values), "two runs differ"
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+    """Relative error in the Euclidean norm; NaN never passes."""
+    assert ours.shape == theirs.shape
+    assert (ours.double() - theirs.double()).norm() <= tolerance * theirs.double().norm() + 1e-12
+
+
+@pytest.mark.skipif(not GPU, reason="a table beyond 2^31 numbers needs a GPU's memory")
+def test_rows_beyond_two_to_the_31_numbers_are_read_and_updated() -> None:
+    dim, slots = 1024, 2**21 + 5
+    table = torch.zeros(slots, dim, dtype=torch.bfloat16, device=DEVICE)
+    table[-1] = 1.0
+    indices = torch.full((3, 2), slots - 1, dtype=torch.int32, device=DEVICE)
+    weights = torch.full((3, 2), 0.5, device=DEVICE)
+    assert (triton_read.read(table, indices, weights, torch.float32) == 1).all()
+    grad = torch.ones(3, dim, device=DEVICE)
+    mean, square = torch.zeros_like(table), torch.zeros_like(table)
+    step = update.AdamStep(mean, square, None, 0.5, (0.9, 0.999), 1e-8, 1, 1)
+    dots, _, _ = triton_rows.read_backward(grad, table, indices, weights, True, step)
+    torch.testing.assert_close(dots, torch.full_like(dots, dim))
+    torch.testing.assert_close(table[-1].float(), torch.full((dim,), 0.5, device=DEVICE))
+    assert table[:-1].count_nonzero() == 0 and mean[:-1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "bf16+master"])
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(6, 5, 9, 20, 8), *on_gpu((2048, 64, 128**2, 256, 512))])
+def test_fused_and_sparse_updates_equal_the_plain_one(
+    shape: tuple[int, ...], values: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, reads, slots, dim, piece = shape
+    monkeypatch.setattr(triton_rows, "PIECE", piece)
+    indices = torch.randint(0, slots, (tokens, reads), device=DEVICE, dtype=torch.int32)
+    indices[:, 0] = 3
+    weights, grad = torch.rand(tokens, reads, device=DEVICE), torch.randn(tokens, dim, device=DEVICE)
+    start = torch.randn(slots, dim, device=DEVICE) * 0.1
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+    def table_and_step() -> tuple[torch.Tensor, update.AdamStep]:
+        table = start.clone() if values == "fp32" else start.bfloat16()
+        moments = (torch.full_like(start, 0.1).to(dtype[state]), torch.full_like(start, 0.2).to(dtype[state]))
+        master = start.clone() if values == "bf16+master" else None
+        return table, update.AdamStep(*moments, master, 1e-2, (0.9, 0.99), 1e-8, 3, 77)
+
+    rows, compact = reference.row_gradient(grad, indices, weights)
+    tables = []
+    for way in ("plain", "sparse", "fused"):
+        table, step = table_and_step()
+        if way == "plain":
+            update.update(rows, compact, table, step)
+        elif way == "sparse":
+            triton_adam.update(rows, compact, table, step)
+        else:
+            triton_rows.read_backward(grad, table, indices, weights, True, step)
+        tables.append((table, step))
+    # Stochastic rounding may take the other neighbour: one step of bf16.
+    close = {torch.float32: dict(rtol=1e-4, atol=1e-6), torch.bfloat16: dict(rtol=2**-7, atol=1e-6)}
+    plain, plain_step = tables[0]
+    for table, step in tables[1:]:
+        torch.testing.assert_close(table, plain, **close[table.dtype])
+        torch.testing.assert_close(step.mean, plain_step.mean, **close[step.mean.dtype])
+        torch.testing.assert_close(step.square, plain_step.square, **close[step.square.dtype])
+        if step.master is not None and plain_step.master is not None:
+            torch.testing.assert_close(step.master, plain_step.master, **close[torch.float32])
+    untouched = torch.ones(slots, dtype=torch.bool, device=DEVICE)
+    untouched[rows] = False
+    assert torch.equal(tables[2][0][untouched], table_and_step()[0][untouched])
+
+
+def test_stochastic_rounding_keeps_the_expected_value() -> None:
+    # An update of a tenth of a step of bf16 around 1: rounding to nearest would lose every one of them.
+    rows, dim, times = 4, 64, 200 if GPU else 12
+    table = torch.ones(rows, dim, dtype=torch.bfloat16, device=DEVICE)
+    moments = torch.zeros(2, rows, dim, device=DEVICE)
+    lr = 2.0**-8 / 10
+    for t in range(1, times + 1):
+        step = update.AdamStep(moments[0], moments[1], None, lr, (0.0, 0.0), 1e-12, t, t)
+        triton_adam.update(torch.arange(rows, device=DEVICE), torch.ones(rows, dim, device=DEVICE), table, step)
+    moved = 1 - table.double().mean().item()
+    assert moved == pytest.approx(times * lr, rel=0.15 if GPU else 0.4)
+
+
+def test_numbers_that_are_not_finite_move_nothing() -> None:
+    table, moments = torch.ones(2, 8, device=DEVICE), torch.zeros(2, 2, 8, device=DEVICE)
+    grad = torch.ones(2, 8, device=DEVICE)
+    grad[0, 3], grad[1, 5] = float("nan"), float("inf")
+    step = update.AdamStep(moments[0], moments[1], None, 0.1, (0.9, 0.999), 1e-8, 1, 1)
+    triton_adam.update(torch.arange(2, device=DEVICE), grad, table, step)
+    assert (table == 1).sum() == 2 and torch.isfinite(moments).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [(130, 70), (1, 3), *on_gpu((16384, 2048), (1000, 130))])
+def test_column_statistics_and_their_gradient_equal_the_plain_ones(shape: tuple[int, int], masked: bool) -> None:
+    x = (torch.randn(shape, device=DEVICE) * 3 + 100).requires_grad_()
+    mask = torch.rand(shape[0], device=DEVICE) < 0.7 if masked else None
+    g = torch.randn(2, shape[1], device=DEVICE)
+    results = []
+    for kernels, cast in (("triton", torch.float32), ("reference", torch.float64)):
+        mean, var, count = statistics.column_statistics(x.to(cast), mask, kernels)
+        (grad,) = torch.autograd.grad((mean, var), x, (g[0].to(cast), g[1].to(cast)))
+        results.append((mean.double(), var.double(), count.double(), grad.double()))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def layers(keys: str, norm: str, dim: int, **more: object) -> tuple[MemoryLayer, MemoryLayer]:
+    sizes = {"sub_keys": 16} if keys == "product" else {"slots": 40}
+    pair = []
+    for kernels in ("triton", "reference"):
+        config = MemoryConfig(
+            layers=(1,), keys=keys, heads=2, knn=4, query=QueryConfig(dim=8, norm=norm), kernels=kernels, **{**sizes, **more}
+        )
+        torch.manual_seed(0)
+        pair.append(MemoryLayer(config, dim).to(DEVICE))
+    return pair[0], pair[1]
+
+
+@pytest.mark.parametrize("keys", ["product", "flat"])
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+def test_a_layer_equals_the_reference_in_output_and_every_gradient(keys: str, norm: str) -> None:
+    x = torch.randn(2, 3, 12, device=DEVICE)
+    mask = torch.ones(2, 3, dtype=torch.bool, device=DEVICE)
+    mask[1, 2] = False
+    results = []
+    for layer in layers(keys, norm, 12):
+        optimizer = ValuesAdam([layer.values], ValuesOptim())
+        inputs = x.clone().requires_grad_()
+        out = layer(inputs, mask)
+        out.square().sum().backward()
+        gradient = layer.values.gradient()
+        assert gradient is not None
+        grads = {n: p.grad for n, p in layer.named_parameters() if n != "values.weight"}
+        optimizer.step(1e-2, 1)
+        results.append([out, inputs.grad, gradient.rows, gradient.values, layer.values.weight, *grads.values()])
+        results[-1] += list(layer.buffers())
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not GPU, reason="compiles for a GPU")
+@pytest.mark.parametrize("keys", ["product", "flat"])
+def test_a_layer_compiles_whole_and_gives_the_same(keys: str) -> None:
+    layer, _ = layers(keys, "batch", 64)
+    ValuesAdam([layer.values], ValuesOptim())
+    compiled = torch.compile(layer, fullgraph=True)
+    x = torch.randn(2, 50, 64, device=DEVICE, requires_grad=True)
+    outs = []
+    for module in (layer, compiled):
+        x.grad = None
+        layer.values.clear_gradient()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = module(x)
+        out.float().square().sum().backward()
+        gradient = layer.values.gradient()
+        assert gradient is not None
+        outs.append((out, x.grad, gradient.rows, gradient.values))
+    for a, b in zip(*outs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.skipif(not GPU, reason="trains at a size that an interpreter would take hours for")
+def test_training_curves_with_triton_and_reference_agree() -> None:
+    curves = []
+    target = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for layer in layers("product", "batch", 64, knn=8, sub_keys=32):
+        values = ValuesAdam([layer.values], ValuesOptim(lr=1e-2))
+        dense = torch.optim.Adam([p for p in layer.parameters() if p.requires_grad], lr=1e-3)
+        generator = torch.Generator().manual_seed(2)
+        losses = []
+        for step in range(1, 101):
+            x = torch.randn(4, 128, 64, generator=generator).to(DEVICE)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = (layer(x).float() - (x @ target).tanh()).square().mean()
+            dense.zero_grad()
+            values.clear()
+            loss.backward()
+            dense.step()
+            values.step(1e-2, step)
+            losses.append(loss.item())
+        curves.append(np.array(losses))
+    ours, theirs = curves
+    assert ours[-10:].mean() < 0.97 * ours[:10].mean(), "nothing was learnt"
+    np.testing.assert_allclose(ours[-20:].mean(), theirs[-20:].mean(), rtol=0.01)
