@@ -48,7 +48,7 @@ class _Exchange(torch.autograd.Function):
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """The sum of x over all ranks, on each of them; differentiable."""
-    return x if dist.world_size() == 1 else _Sum.apply(x)  # type: ignore[no-any-return]
+    return x if dist.world_size() == 1 else _Sum.apply(x)
 
 
 def gather(x: Tensor) -> Tensor:
@@ -60,12 +60,12 @@ def gather(x: Tensor) -> Tensor:
 
 def gather_differentiably(x: Tensor) -> Tensor:
     """As `gather`; the gradients that the ranks find for this rank's x are added."""
-    return _Gather.apply(x)  # type: ignore[no-any-return]
+    return _Gather.apply(x)
 
 
 def exchange(x: Tensor) -> Tensor:
     """x (R, ...): part r goes to rank r -> (R, ...): part r came from rank r; differentiable."""
-    return _Exchange.apply(x)  # type: ignore[no-any-return]
+    return _Exchange.apply(x)
 
 
 def _all_to_all(x: Tensor) -> Tensor:

@@ -164,6 +164,7 @@ class Optimizers:
                 sum_gradient(table)
         else:
             for p in group.parameters.values():
+                assert p.grad is not None
                 dist.all_reduce(p.grad)
 
     def gradient_norms(self) -> dict[str, float]:
