@@ -30,3 +30,7 @@ class Remembered(dict[str, Value]):
             self.clear()
         self[key] = value
         return value
+
+    def held(self) -> int:
+        """Entries of both generations."""
+        return len(self) + len(self._old)

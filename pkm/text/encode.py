@@ -95,6 +95,10 @@ class Encoder:
                 pieces.append(self.vocab.pieces[i])
         return "".join(lines) + _readable(pieces)
 
+    def remembered(self) -> int:
+        """Chunks and words held in memory now: at most what cache_megabytes allows."""
+        return self._chunks.held() + self._words.held()
+
     def _piece_maker(self, backend: str) -> Callable[[str], list[str]]:
         if backend == "fastbpe":
             return fastbpe_pieces(self.codes, self.vocab)

@@ -1,0 +1,101 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pkm.text.chunks import document_keys, key_tokens
+from pkm.text.moses import Tokenizer, WordCounter, tokenize
+from pkm.text.moses_rules import tokenize_line
+from pkm.text.normalize import normalize_xlm
+from tests.text.goldens import golden
+
+KINDS = ("nasty", "news", "fuzz")
+
+# What the rules look at, and what they must not be confused by.
+PARTS = st.sampled_from(
+    [*"aAzZéñÑßǅⅣª½²٣57.,'`-\"()[]&<>|@中😀", *" \t\u00a0\u3000\u2028\u2029\u0085\u200b\u00ad\ufeff", *"\0\1\2\3\4\5\6\x1c\x1f\x7f\r",
+     "..", "...", "U.S", "Mr", "No", "pp", "St", "e.g", "'s", "' '", ", ", ". ", "DOTMULTI", "DOT", "word", "1990", "\n"]
+)  # fmt: skip
+TEXTS = st.lists(PARTS | st.characters(), max_size=30).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("printed", "options"),
+    [("no-escape", {}), ("escape", {"escape": True}), ("xlm", {"normalize": "xlm"})],
+    ids=["no-escape", "escape", "xlm"],
+)
+def test_tokens_are_what_the_perl_scripts_print(kind, printed, options):
+    files = golden("moses")
+    assert tokenize(files[f"{kind}.txt"], **options) == files[f"{kind}.{printed}"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_line_rules_alone_print_the_same(kind):
+    files = golden("moses")
+    lines = files[f"{kind}.txt"].split("\n")
+    assert [tokenize_line(line) for line in lines] == files[f"{kind}.no-escape"].split("\n")
+
+
+@given(TEXTS, st.booleans())
+@settings(max_examples=1500, deadline=None)
+def test_remembered_chunks_give_the_tokens_of_whole_lines(text, escape):
+    lines = text.split("\n")
+    assert Tokenizer(escape).text(text).split("\n") == [tokenize_line(line, escape) for line in lines]
+
+
+@given(TEXTS)
+@settings(max_examples=1000, deadline=None)
+def test_a_document_is_its_lines_that_hold_a_token(text):
+    expected = [words for line in text.split("\n") if (words := tokenize_line(line).split())]
+    found, line = [], []
+    for key in document_keys(text):
+        if key == "\n":
+            found.append(line)
+            line = []
+        else:
+            line += [word for word in key_tokens(key, False).split(" ") if word]
+    assert found == expected and not line
+
+
+@given(TEXTS)
+@settings(max_examples=500, deadline=None)
+def test_normalising_many_lines_is_normalising_each(text):
+    assert normalize_xlm(text).split("\n") == [normalize_xlm(line) for line in text.split("\n")]
+
+
+@pytest.mark.parametrize(
+    ("line", "tokens"),
+    [
+        ("No. 5 and Corp. 5", "No. 5 and Corp. 5"),
+        ("see p. 5", "see p . 5"),
+        ("in the U.S.", "in the U.S ."),
+        ("word. ñandú", "word. ñandú"),
+        ("word. Ñandú", "word . Ñandú"),
+        ("one\u2028two\u0085three", "one two three"),
+        ("nul\0byte", "nulbyte"),
+        ("unit\x1fseparator", "unitseparator"),
+        ("end.'", "end . ' "),
+        ("", ""),
+        (" \t ", " \t "),
+        ("\0", ""),
+    ],
+)
+def test_traps_of_the_rules(line, tokens):
+    assert tokenize(line) == tokens
+
+
+def test_a_memory_of_two_chunks_changes_nothing():
+    files = golden("moses")
+    assert Tokenizer(remember=2).text(files["news.txt"]) == files["news.no-escape"]
+
+
+@pytest.mark.parametrize("normalize", [None, "xlm"])
+def test_word_counts_are_those_of_the_tokens(normalize):
+    text = golden("moses")["fuzz.txt"]
+    counter = WordCounter(normalize=normalize, remember=500)
+    for document in text.split("\n\n"):
+        counter.add(document)
+    expected: dict[str, int] = {}
+    for word in tokenize(text, normalize=normalize).split():
+        expected[word] = expected.get(word, 0) + 1
+    assert dict(counter.words()) == expected
