@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import signal
+import sys
 from typing import Any
 
 from pkm.corpus.streams import Damaged
 
 # Pages take milliseconds. Only one that would take for ever reaches this, so it does not depend on the machine's load.
 SECONDS = 120.0
+PR_SET_PDEATHSIG = 1
+_DIE_WITH_PARENT = "\0"
+"""The first text a sandbox gets, before any page."""
 
 _sandbox: tuple[Any, Any] | None = None
 
@@ -22,12 +28,27 @@ def extract(html: str) -> str | None:
         return None
     sandbox, extractor = _running()
     try:
-        return sandbox.process_document(html, extractor.extract)
+        return sandbox.process_document(html, extractor)
     except TimeoutError as error:
         raise Damaged(f"extraction took over {SECONDS:g} s") from error
     except (EOFError, BrokenPipeError, ConnectionResetError) as error:
         sandbox._cleanup_process()
         raise Damaged("extraction crashed") from error
+
+
+class _Extract:
+    """What runs in the sandbox."""
+
+    def __init__(self, extractor: Any):
+        self._extractor = extractor
+
+    def __call__(self, text: str) -> str | None:
+        if text != _DIE_WITH_PARENT:
+            return self._extractor.extract(text)
+        if sys.platform == "linux":
+            # A parent that is killed cannot end it, and it would wait for ever for the next page.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        return None
 
 
 def _running() -> tuple[Any, Any]:
@@ -38,8 +59,7 @@ def _running() -> tuple[Any, Any]:
         from datatrove.pipeline.extractors.base import ExtractorSandbox
 
         # Its own deduplication remembers earlier pages: the result would depend on who read what.
-        extractor = Trafilatura(favour_precision=True, deduplicate=False, timeout=SECONDS)
-        sandbox = ExtractorSandbox(timeout=SECONDS, warmup_text="")
+        sandbox = ExtractorSandbox(timeout=SECONDS, warmup_text=_DIE_WITH_PARENT)
         atexit.register(sandbox._cleanup_process)
-        _sandbox = sandbox, extractor
+        _sandbox = sandbox, _Extract(Trafilatura(favour_precision=True, deduplicate=False, timeout=SECONDS))
     return _sandbox

@@ -10,8 +10,8 @@ from typing import Any
 
 import zstandard
 
-from pkm.corpus.engine import peak_kilobytes
 from pkm.corpus.settings import PrepareConfig
+from pkm.corpus.stage import peak_kilobytes
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained
 

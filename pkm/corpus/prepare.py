@@ -15,11 +15,12 @@ import numpy as np
 from pkm.corpus import tasks
 from pkm.corpus.damage import DamageLimit, examples
 from pkm.corpus.decide import Fate, decide
-from pkm.corpus.engine import Progress, Stage, run_stage
+from pkm.corpus.engine import run_stage
 from pkm.corpus.learn import learn
 from pkm.corpus.settings import PrepareConfig
 from pkm.corpus.sources import Input, Piece, list_inputs, needs_unpacking, piece_bytes, pieces_of, units_of
 from pkm.corpus.spool import spooled_index
+from pkm.corpus.stage import Progress, Stage
 from pkm.corpus.store import SPLITS, Shard, ShardWriter, read_manifest, write_manifest
 from pkm.corpus.unfinished import keep_what_stands, listing, settings_of, working_directory, working_path
 from pkm.errors import UserError

@@ -13,11 +13,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pkm.corpus.damage import examples
-from pkm.corpus.engine import Progress as StageProgress
-from pkm.corpus.engine import Stage, cores
+from pkm.corpus.engine import cores
 from pkm.corpus.prepare import Outcome
 from pkm.corpus.settings import PrepareConfig
 from pkm.corpus.sources import Input, needs_unpacking, piece_bytes, pieces_of, units_of
+from pkm.corpus.stage import Progress as StageProgress
+from pkm.corpus.stage import Stage
 from pkm.corpus.store import SPLITS, Corpus
 from pkm.files import free_bytes
 

@@ -29,13 +29,13 @@ import numpy as np
 import zstandard
 
 from pkm.corpus.decide import Fate
-from pkm.corpus.engine import Tick
 from pkm.corpus.filters import Filter
 from pkm.corpus.readers import read_piece
 from pkm.corpus.records import Found, Skipped, too_large
 from pkm.corpus.settings import PrepareConfig
 from pkm.corpus.sources import Input, Piece
 from pkm.corpus.spool import SpoolWriter, spooled, spooled_index
+from pkm.corpus.stage import Tick
 from pkm.corpus.store import ShardWriter, id_type
 from pkm.corpus.streams import Damaged, lines, open_unpacked
 from pkm.errors import UserError
