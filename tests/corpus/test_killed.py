@@ -52,11 +52,11 @@ def test_a_preparation_killed_at_random_moments_goes_on_and_ends_identical(tmp_p
     seconds = time.monotonic() - began
     rng = random.Random(time.time_ns())
     kills = 0
-    for attempt in range(30):
+    for attempt in range(60):
         process = start(tmp_path, "killed")
         try:
             # The later kills wait longer, so that the test ends.
-            assert process.wait(rng.uniform(0.2, 0.45 + 0.03 * attempt) * seconds) == 0
+            assert process.wait(rng.uniform(0.1, 0.3 + 0.02 * attempt) * seconds) == 0
             break
         except subprocess.TimeoutExpired:
             # All processes at once, or the first alone: its workers are then left behind and have to notice.
