@@ -64,6 +64,8 @@ def search_backward(
     _, _, sub_keys, half = keys.shape
     at_once = max(1, min(tokens, GRADIENT_BYTES // (heads * 2 * sub_keys * query.element_size())))
     buffer = torch.zeros(at_once, heads, 2, sub_keys, dtype=query.dtype, device=query.device)
+    query = query.contiguous()
+    keys_per_side = keys.reshape(heads * 2, sub_keys, half)
     by_query = torch.empty_like(query)
     by_keys = torch.zeros(heads * 2, sub_keys, half, dtype=weights.dtype, device=keys.device)
     by_bias = torch.zeros(heads * 2, 1, sub_keys, dtype=weights.dtype, device=keys.device)
@@ -75,7 +77,7 @@ def search_backward(
         _score_gradient(grad[part], weights[part], slots[part], by_scores, False, kernels)
         per_side = by_scores.view(n, heads * 2, sub_keys).transpose(0, 1)  # (2H, N, C)
         queries = query[part].view(n, heads * 2, half).transpose(0, 1)  # (2H, N, q / 2)
-        by_query[part] = torch.bmm(per_side, keys.view(heads * 2, sub_keys, half)).transpose(0, 1).reshape(n, heads, -1)
+        torch.bmm(per_side, keys_per_side, out=by_query[part].view(n, heads * 2, half).transpose(0, 1))
         by_keys += product(per_side.transpose(1, 2), queries)
         by_bias += product(ones.expand(heads * 2, 1, n), per_side)
         _score_gradient(grad[part], weights[part], slots[part], by_scores, True, kernels)
