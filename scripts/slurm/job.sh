@@ -22,6 +22,9 @@ begin() {
     # Should torchrun get a signal all the same, from `scancel` or a preemption: pass it on, and wait for the save.
     export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$GRACE
+    # Ranks that are started again would meet by what those before them left in torchrun's own store, and wait for the dead
+    # (pytorch issue 135712, seen up to torch 2.13): a new store for each start.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
     RUN=$(python "$ROOT/scripts/launch_slurm.py" --print-directory "$@") || exit 2
     mkdir -p "$RUN/slurm" || exit 2
