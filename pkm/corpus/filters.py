@@ -7,7 +7,7 @@ from typing import Any
 from pkm.corpus.settings import Filters
 
 # Enough to tell a language; an article's later paragraphs are in the same one.
-LANGUAGE_CHARACTERS = 1000
+LANGUAGE_CHARACTERS = 500
 
 
 class Filter:

@@ -31,7 +31,7 @@ def learn(
     from pkm.text.bpe import learn as learn_codes
     from pkm.text.vocab import Vocab
 
-    began = time.monotonic()
+    began, worked = time.monotonic(), time.process_time()
     words = merged(counts)
     if not words:
         raise UserError("there is no word to learn subwords from", "sources", "check what the corpus is read from")
@@ -43,6 +43,7 @@ def learn(
         "tasks": 1,
         "words": sum(words.values()),
         "seconds": time.monotonic() - began,
+        "cpu_seconds": time.process_time() - worked,
         "peak_kilobytes": peak_kilobytes(),
     }
     say(f"{len(words):,} different words in the sample; a vocabulary of {vocab.size:,}")

@@ -37,7 +37,7 @@ Show = Callable[[Stage, Progress], None]
 class Outcome:
     """What a preparation did, for those who look on: nothing of it goes into the corpus.
 
-    stages: by title, tasks, words, seconds (all workers together) and peak_kilobytes (of one worker).
+    stages: by title, tasks, words, seconds and cpu_seconds (of all workers together), peak_kilobytes (of one worker).
     """
 
     fresh: bool
@@ -105,6 +105,7 @@ def _run(config: PrepareConfig, stage: Stage, show: Show, outcome: Outcome) -> l
         "tasks": len(reports),
         "words": sum(report.get("words", 0) for report in reports),
         "seconds": sum(report["seconds"] for report in reports),
+        "cpu_seconds": sum(report["cpu_seconds"] for report in reports),
         "peak_kilobytes": max((report["peak_kilobytes"] for report in reports), default=0),
     }
     return reports
@@ -243,7 +244,7 @@ def _assemble(config: PrepareConfig, inputs: list[Input], damage: DamageLimit, t
         corpus,
         shards,
         vocab,
-        {"escape": config.tokenizer.escape, "normalize": config.tokenizer.normalize},
+        config.tokenizer.model_dump(),
         {
             "name": config.name,
             "settings": settings,

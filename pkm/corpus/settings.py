@@ -77,6 +77,8 @@ class Tokenizer(Part):
     """Write &, <, > and others as Moses' XML entities (tokenizer.perl without -no-escape)."""
     normalize: Literal["xlm"] | None = None
     """xlm: XLM's chain (replace-unicode-punctuation, normalize-punctuation, remove-non-printing-char) comes first."""
+    backend: Literal["pkm", "sacremoses", "fastbpe"] = "pkm"
+    """Who tokenizes and splits: sacremoses, or fastbpe where it is installed, are there to compare with."""
 
 
 class Slurm(Part):

@@ -151,11 +151,12 @@ class _PlainProgress:
 
 def show_outcome(outcome: Outcome, seconds: float, console: Console) -> None:
     """Times, speed and memory of every stage."""
-    table = Table("stage", "tasks", "words", "core seconds", "words/s a core", "peak memory of a worker")
+    table = Table("stage", "tasks", "words", "seconds of work", "CPU seconds", "words/CPU s", "peak memory of a worker")
     for title, stage in outcome.stages.items():
-        rate = f"{stage['words'] / stage['seconds']:,.0f}" if stage["seconds"] > 0 and stage["words"] else ""
+        seconds, cpu = stage["seconds"], stage["cpu_seconds"]
+        rate = f"{stage['words'] / cpu:,.0f}" if cpu > 0 and stage["words"] else ""
         memory = size(stage["peak_kilobytes"] * 1024)
-        table.add_row(title, f"{stage['tasks']:,}", f"{stage['words']:,}", f"{stage['seconds']:.1f}", rate, memory)
+        table.add_row(title, f"{stage['tasks']:,}", f"{stage['words']:,}", f"{seconds:.1f}", f"{cpu:.1f}", rate, memory)
     console.print(table)
     console.print(f"prepared in {duration(seconds)}")
 

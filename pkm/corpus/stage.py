@@ -99,13 +99,17 @@ class Task:
             return
         tick = Tick(running)
         tick(0, 0)
-        began = time.monotonic()
+        began, worked = time.monotonic(), time.process_time()
         try:
             result = self.run(self.work, rank, tick)
         except Exception as error:
             _write_failure(folder / "failed" / f"{rank:05d}", error)
             raise RuntimeError(f"task {rank} of {self.stage} failed") from None
-        result |= {"seconds": time.monotonic() - began, "peak_kilobytes": peak_kilobytes()}
+        result |= {
+            "seconds": time.monotonic() - began,
+            "cpu_seconds": time.process_time() - worked,
+            "peak_kilobytes": peak_kilobytes(),
+        }
         atomic_write(report, json.dumps(result, ensure_ascii=False))
         running.unlink(missing_ok=True)
 

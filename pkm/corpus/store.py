@@ -143,9 +143,7 @@ class Corpus:
         from pkm.text.bpe import Codes
         from pkm.text.encode import Encoder
 
-        tokenizer = self.manifest["tokenizer"]
-        codes = Codes.load(self.path / "codes")
-        return Encoder(codes, self.vocab, escape=tokenizer["escape"], normalize=tokenizer["normalize"])
+        return Encoder(Codes.load(self.path / "codes"), self.vocab, **self.manifest["tokenizer"])
 
 
 def fingerprint_of(manifest: dict[str, Any]) -> str:

@@ -21,9 +21,10 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zstandard
@@ -32,14 +33,17 @@ from pkm.corpus.decide import Fate
 from pkm.corpus.filters import Filter
 from pkm.corpus.readers import read_piece
 from pkm.corpus.records import Found, Skipped, too_large
-from pkm.corpus.settings import PrepareConfig
+from pkm.corpus.settings import PrepareConfig, Tokenizer
 from pkm.corpus.sources import Input, Piece
 from pkm.corpus.spool import SpoolWriter, spooled, spooled_index
 from pkm.corpus.stage import Tick
 from pkm.corpus.store import ShardWriter, id_type
 from pkm.corpus.streams import Damaged, lines, open_unpacked
 from pkm.errors import UserError
-from pkm.files import atomic_write, explained
+from pkm.files import atomic_write, explained, sha256
+
+if TYPE_CHECKING:
+    from pkm.text.encode import Encoder
 
 NAMED = 20
 """Damaged records that a task names; the others are counted."""
@@ -219,21 +223,25 @@ def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     """Count the words of a group's share of the sample."""
     from pkm.text.chunks import NEWLINE, document_keys, key_tokens
     from pkm.text.normalize import normalize_xlm
+    from pkm.text.peers import sacremoses_tokens
 
-    config = load_config(work)
+    tokenizer = load_config(work).tokenizer
+    peer = sacremoses_tokens(tokenizer.escape) if tokenizer.backend == "sacremoses" else None
+    # Whatever can be tokenized apart from the rest is counted first and tokenized once.
     keys: Counter[str] = Counter()
     words = done = 0
     total = max(1, load_groups(work)[rank][2])
     for text, _, entry in _group(work, rank, (Fate.SAMPLE,)):
-        found = document_keys(normalize_xlm(text) if config.tokenizer.normalize else text)
+        text = normalize_xlm(text) if tokenizer.normalize else text
+        found = text.split(NEWLINE) if peer else document_keys(text)
         keys.update(found)
         words += len(found)
         done += int(entry["bytes"])
         tick(done / total, words)
-    counts: Counter[str] = Counter()
     del keys[NEWLINE]
+    counts: Counter[str] = Counter()
     for key, times in keys.items():
-        for word in key_tokens(key, config.tokenizer.escape).split(" "):
+        for word in (peer(key) if peer else key_tokens(key, tokenizer.escape)).split(" "):
             counts[word] += times
     del counts[""]
     path = work / "count" / f"{rank:05d}.words"
@@ -244,14 +252,10 @@ def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
 
 def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     """Encode a group: its training articles are one shard; its held-out ones are kept aside with their hashes."""
-    from pkm.text.bpe import Codes
-    from pkm.text.encode import Encoder
-    from pkm.text.vocab import Vocab
-
-    config = load_config(work)
-    vocab = Vocab.load(work / "learn" / "vocab")
-    codes = Codes.load(work / "learn" / "codes")
-    encoder = Encoder(codes, vocab, escape=config.tokenizer.escape, normalize=config.tokenizer.normalize)
+    learned = work / "learn"
+    tokenizer = load_config(work).tokenizer
+    encoder = _encoder(learned, sha256(learned / "codes") + sha256(learned / "vocab"), tokenizer)
+    vocab = encoder.vocab
     writer = ShardWriter(work / "corpus", f"train-{rank:05d}", vocab.size)
     held: list[tuple[np.void, int, int, int, array]] = []
     total, done = load_groups(work)[rank][2], 0
@@ -271,6 +275,17 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
         writer.discard()
         raise
     return {"shard": asdict(shard), "words": shard.words + sum(h[2] for h in held), "documents": shard.documents}
+
+
+@lru_cache(maxsize=1)
+def _encoder(learned: Path, content: str, tokenizer: Tokenizer) -> Encoder:
+    """The encoder; a worker keeps it, and what it remembers, from one task to the next. content: tells codes apart."""
+    from pkm.text.bpe import Codes
+    from pkm.text.encode import Encoder
+    from pkm.text.vocab import Vocab
+
+    codes, vocab = Codes.load(learned / "codes"), Vocab.load(learned / "vocab")
+    return Encoder(codes, vocab, **tokenizer.model_dump())
 
 
 HELD = np.dtype(

@@ -221,7 +221,7 @@ def test_given_codes_and_vocabulary_are_used_as_they_are(prepared):
 def test_xlm_normalization_and_escaping_are_recorded_and_applied(prepared):
     write_jsonl(Path("in.jsonl"), [f"{text} “x & y”" for text in made_articles(40)])
     corpus = open_corpus(prepared("in.jsonl", tokenizer={"escape": True, "normalize": "xlm"}))
-    assert corpus.manifest["tokenizer"] == {"escape": True, "normalize": "xlm"}
+    assert corpus.manifest["tokenizer"] == {"escape": True, "normalize": "xlm", "backend": "pkm"}
     pieces = set(corpus.vocab.pieces)
     assert {"&quot;", "&amp;"} <= {p.replace("@@", "") for p in pieces} and not any("“" in p for p in pieces)
 
