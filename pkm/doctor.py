@@ -8,40 +8,31 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
-from rich.markup import escape
-from rich.table import Table
-
-from pkm.config import Config, CorpusConfig, MemoryConfig, ModelConfig, OptimConfig
-from pkm.count import checkpoint_bytes, size, vocab_size_of
+from pkm.config import Config
+from pkm.count import checkpoint_bytes, size, training_bytes, vocab_size_of
 from pkm.errors import UserError
+from pkm.finding import Finding, Status, guarded
+from pkm.selftest import self_test
 
-Status = Literal["ok", "note", "fail"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    about: str
-    status: Status
-    """note = works, or is not needed; fail = a run cannot do without."""
-    found: str
-    advice: str = ""
+if TYPE_CHECKING:
+    import torch
 
 
-def examine(runs: Path, config: Config | None = None) -> Iterator[Finding]:
+def examine(runs: Path, config: Config | None = None, ranks: int = 1) -> Iterator[Finding]:
     """Every check, one after another, the longest one last.
 
     runs    directory below which runs are written
-    config  a run's, to check also what that one needs
+    config  a run's, to check also what that one needs on each of `ranks` processes
     """
     yield python()
     yield from needed_packages()
@@ -50,16 +41,16 @@ def examine(runs: Path, config: Config | None = None) -> Iterator[Finding]:
     yield apex()
     yield from guarded("disk", lambda: disk(runs))
     if config is not None:
-        yield from guarded("run", lambda: needs_of(config))
+        yield from guarded("corpus", lambda: corpus(config))
+        yield from guarded("room", lambda: room(config))
+    yield from examine_rank(config, ranks)
+
+
+def examine_rank(config: Config | None = None, ranks: int = 1) -> Iterator[Finding]:
+    """What every rank has of its own, even on one machine: its device, and whether it computes."""
+    if config is not None:
+        yield from guarded("device", lambda: device_of(config, ranks))
     yield from guarded("self-test", self_test)
-
-
-def guarded(about: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of `check`; whatever it raises is one more."""
-    try:
-        yield from check()
-    except Exception as error:  # a doctor reports what breaks instead of breaking
-        yield Finding(about, "fail", f"{type(error).__name__}: {error}", "see the message; reinstall what it names")
 
 
 def python() -> Finding:
@@ -208,8 +199,6 @@ SLOW_BYTES_PER_SECOND = 50 << 20
 
 def disk(runs: Path) -> Iterator[Finding]:
     """Free space and write speed where runs go."""
-    import shutil
-
     there = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
     if not there.is_dir():
         yield Finding("disk", "fail", f"{there} is a file", "choose another `runs` directory")
@@ -240,119 +229,83 @@ def _write_speed(folder: Path) -> float:
         return PROBE_BYTES / (time.perf_counter() - start)
 
 
-def needs_of(config: Config) -> Iterator[Finding]:
-    """What one run needs: its corpus, its device, room for its checkpoints."""
-    import shutil
+def corpus(config: Config) -> Iterator[Finding]:
+    """Whether the run's corpus can be opened and has text to train on."""
+    from pkm.corpus.store import open_corpus
 
-    vocab_size = vocab_size_of(config.corpus.path)
-    if vocab_size is None:
-        yield Finding(
-            "corpus",
-            "fail",
-            f"no prepared corpus at {config.corpus.path}",
-            "run scripts/prepare.py, or set corpus.path",
-        )
-    else:
-        yield Finding("corpus", "ok", f"{config.corpus.path}, vocabulary {vocab_size:,}")
+    try:
+        opened = open_corpus(config.corpus.path)
+    except UserError as error:
+        yield Finding("corpus", "fail", f"{error.where}: {error.what}", error.fix or "")
+        return
+    tokens = opened.train.tokens if opened.train else 0
+    found = f"{opened.path}, {tokens:,} tokens to train on, vocabulary {opened.vocab.size:,}"
+    enough = tokens > config.corpus.context
+    advice = "" if enough else "not one window of corpus.context: prepare more text"
+    yield Finding("corpus", "ok" if enough else "fail", found, advice)
+
+
+def device_of(config: Config, ranks: int = 1) -> Iterator[Finding]:
+    """Whether the run's device is there, has its precision in hardware, and memory enough for one of `ranks`."""
     from pkm.parallel import pick_device, pick_precision
 
     try:
         device = pick_device(config)
-        yield Finding("device", "ok", f"{device}, {str(pick_precision(config, device)).removeprefix('torch.')}")
+        precision = pick_precision(config, device)
     except UserError as error:
         yield Finding("device", "fail", error.what, error.fix or "")
-    # Those that are kept, the best, and the one being written before an older one goes.
-    each = checkpoint_bytes(config, vocab_size or 0)
-    needed = (config.checkpoint.keep + 2) * each
-    there = next(folder for folder in config.directory.absolute().parents if folder.is_dir())
-    free = shutil.disk_usage(there).free
-    enough = needed < free
-    found = f"{size(needed)} for checkpoints of {size(each)}, {size(free)} free at {there}"
-    yield Finding(
-        "room", "ok" if enough else "fail", found, "" if enough else "free some space, or lower checkpoint.keep"
-    )
+        return
+    emulated = precision == "bf16" and device.type == "cuda" and not _has_bf16()
+    advice = "this GPU has no bf16, which is then slow: choose precision=fp16" if emulated else ""
+    yield Finding("device", "note" if emulated else "ok", f"{device}, {precision}", advice)
+    yield from memory(config, device, ranks)
 
 
-SELF_TEST_SECONDS = 8.0
-SELF_TEST_STEPS = 300
-SELF_TEST_ENOUGH_STEPS = 100
-"""By then the loss is low, with room to spare."""
-SELF_TEST_VOCABULARY = 64
-
-
-def self_test() -> Iterator[Finding]:
-    """A tiny model with a memory learns a made-up language in which every token decides the next one, on the device
-    that a run would take: its loss must fall from log(vocabulary) to under half of that."""
-    import math
-
-    start = time.perf_counter()
-    config = Config(
-        name="self-test",
-        corpus=CorpusConfig(path=Path(), context=32),
-        model=ModelConfig(layers=2, dim=64, heads=4),
-        memory=MemoryConfig(layers=(1,), sub_keys=16, heads=2, knn=4),
-        optim=OptimConfig.model_validate(
-            {"steps": SELF_TEST_STEPS, "batch_tokens": 512, "dense": {"lr": 3e-3, "warmup_steps": 20}}
-        ),
-    )
-    losses, device = _train(config, start + SELF_TEST_SECONDS)
-    seconds = time.perf_counter() - start
-    found = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, {seconds:.1f} s on {device}"
-    finite, learned = all(map(math.isfinite, losses)), losses[-1] < 0.5 * math.log(SELF_TEST_VOCABULARY)
-    if finite and learned:
-        yield Finding("self-test", "ok", found)
-    elif finite and len(losses) < SELF_TEST_ENOUGH_STEPS:
-        yield Finding("self-test", "note", found, "too slow to tell whether it learns: is the machine busy?")
-    else:
-        yield Finding("self-test", "fail", found, "training does not work here: run `make test`")
-
-
-def _train(config: Config, deadline: float) -> tuple[list[float], str]:
-    """Losses in nats per token, step by step, until the steps are done, the loss is low or the time is over."""
+def _has_bf16() -> bool:
     import torch
 
-    from pkm.model import build_model
-    from pkm.optim import build_optimizers
-    from pkm.parallel import pick_device
-
-    device = pick_device(config)
-    threads = torch.get_num_threads()
-    # So small a model is no faster on several threads, and on a busy machine much slower.
-    torch.set_num_threads(1)
-    model = build_model(config, SELF_TEST_VOCABULARY).to(device)
-    optim = build_optimizers(config.optim, model)
-    generator = torch.Generator().manual_seed(config.seed)
-    # Ids below 14 are special; <pad> must not come up.
-    successor = 14 + torch.randperm(SELF_TEST_VOCABULARY - 14, generator=generator)
-    losses: list[float] = []
-    while len(losses) < config.optim.steps and (not losses or (losses[-1] > 0.2 and time.perf_counter() < deadline)):
-        tokens = torch.empty(config.sequences, config.corpus.context + 1, dtype=torch.long)
-        tokens[:, 0] = torch.randint(14, SELF_TEST_VOCABULARY, (config.sequences,), generator=generator)
-        for i in range(config.corpus.context):
-            tokens[:, i + 1] = successor[tokens[:, i] - 14]
-        tokens = tokens.to(device)
-        loss = model(tokens[:, :-1], tokens[:, 1:]) / config.optim.batch_tokens
-        loss.backward()
-        optim.step(len(losses) + 1, optim.gradient_norms())
-        optim.clear()
-        losses.append(float(loss.detach()))
-    torch.set_num_threads(threads)
-    return losses, str(device)
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]FAIL[/]"}
+def memory(config: Config, device: torch.device, ranks: int) -> Iterator[Finding]:
+    """Fails where weights and Adam's moments alone are too much; activations are an estimate, which is only said."""
+    needed = training_bytes(config, vocab_size_of(config.corpus.path) or 0, ranks)
+    if device.type == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        sharing = 1
+    else:
+        # All ranks of a node share its memory.
+        free = total = _free_memory() or 0
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not total:
+        return
+    found = (
+        f"about {size(needed.total)} needed{f' by each of {sharing} ranks here' if sharing > 1 else ''}, "
+        f"{size(needed.weights + needed.adam)} of it for weights and Adam, {size(free)} of {device.type} memory free"
+    )
+    if sharing * (needed.weights + needed.adam) > total:
+        yield Finding(
+            "memory", "fail", found, "use more ranks with parallel.values=sharded, or fewer sub_keys or layers"
+        )
+    elif sharing * needed.total > free:
+        advice = "may be too little: lower optim.micro_batch, or set parallel.activation_checkpointing=true"
+        yield Finding("memory", "note", found, advice)
+    else:
+        yield Finding("memory", "ok", found)
 
 
-def table(findings: list[Finding]) -> Table:
-    """The findings for a terminal."""
-    grid = Table(box=None, show_header=False, pad_edge=False)
-    for style in ("", "bold", ""):
-        grid.add_column(style=style, overflow="fold")
-    for finding in findings:
-        advice = f"[dim]; {escape(finding.advice)}[/]" if finding.advice else ""
-        grid.add_row(MARKS[finding.status], finding.about, escape(finding.found) + advice)
-    return grid
-
-
-def as_json(findings: list[Finding]) -> list[dict[str, str]]:
-    return [asdict(finding) for finding in findings]
+def room(config: Config) -> Iterator[Finding]:
+    """Whether the checkpoints that a run will keep fit on its disk, so that no save fails at hour ten."""
+    # Those that are kept, the best, and the one being written before an older one goes.
+    each = checkpoint_bytes(config, vocab_size_of(config.corpus.path) or 0)
+    there = config.directory / "checkpoints"
+    written = sum(file.stat().st_size for file in there.rglob("*") if file.is_file())
+    needed = max((config.checkpoint.keep + 2) * each - written, 0)
+    existing = next(folder for folder in (there.absolute(), *there.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    found = f"{size(needed)} more for checkpoints of {size(each)}, {size(free)} free at {existing}"
+    enough = needed < free
+    advice = "" if enough else "free some space, or lower checkpoint.keep"
+    yield Finding("room", "ok" if enough else "fail", found, advice)

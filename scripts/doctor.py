@@ -1,8 +1,11 @@
-"""Is this machine fit for training? Checks Python, packages, devices, disk, and trains a tiny model for some seconds.
+"""Is this machine, or are these nodes, fit for training? Checks Python, packages, devices, disk, and trains a tiny model
+for some seconds.
 
     python scripts/doctor.py                                    this machine
     python scripts/doctor.py configs/quickstart.yaml [a.b=c]    and what that run needs: corpus, device, room on the disk
     python scripts/doctor.py --json
+    torchrun --nproc-per-node 8 scripts/doctor.py my.yaml       and the ranks together: GPUs, versions, network, clocks,
+                                                                shared files (with srun, all nodes)
 
 Exit status 1 if something that a run cannot do without is missing.
 """
@@ -11,9 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pkm.errors import exits_cleanly
+from pkm.errors import UserError, exits_cleanly
+
+if TYPE_CHECKING:
+    from pkm.config import Config
+    from pkm.configfile import Resolved
+    from pkm.finding import Finding
 
 
 @exits_cleanly
@@ -26,24 +37,50 @@ def main() -> int:
 
     from rich.console import Console
 
-    from pkm import doctor
-    from pkm.config import load
+    from pkm.finding import as_json, table
 
-    config = load(Path(args.config), args.overrides).config if args.config else None
-    console = Console(stderr=True)
-    findings = []
-    with console.status("examining ...") as status:
-        for finding in doctor.examine(config.runs if config else Path("runs"), config):
-            findings.append(finding)
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    found = []
+    with Console(stderr=True, quiet=rank != 0).status("examining ...") as status:
+        for finding in of_machine(args) if ranks == 1 else of_ranks(args):
+            found.append(finding)
             status.update(f"examined {finding.about} ...")
+    if rank != 0:
+        return 0
     if args.json:
-        print(json.dumps(doctor.as_json(findings), indent=2))
+        print(json.dumps(as_json(found), indent=2))
     else:
-        Console().print(doctor.table(findings))
-    failed = [finding.about for finding in findings if finding.status == "fail"]
+        Console().print(table(found))
+    failed = list(dict.fromkeys(finding.about for finding in found if finding.status == "fail"))
     if failed and not args.json:
         print(f"not fit for training: {', '.join(failed)}")
     return 1 if failed else 0
+
+
+def of_machine(args: argparse.Namespace) -> Iterator[Finding]:
+    from pkm import doctor
+    from pkm.config import load
+
+    config = load(args.config, args.overrides).config if args.config else None
+    yield from doctor.examine(config.runs if config else Path("runs"), config)
+
+
+def of_ranks(args: argparse.Namespace) -> Iterator[Finding]:
+    """Findings of all ranks together. UserErrors of a config that none can read are rank 0's to show."""
+    from pkm import cluster, dist
+    from pkm.config import load
+
+    resolved: Resolved[Config] | UserError | None
+    try:
+        resolved = load(args.config, args.overrides) if args.config else None
+    except UserError as error:
+        resolved = error  # another rank may read it: they all have to hear of this
+    try:
+        yield from cluster.examine(resolved)
+    except UserError as error:
+        if dist.is_main() or error is not resolved:
+            raise
+    dist.stop()
 
 
 if __name__ == "__main__":
