@@ -209,7 +209,7 @@ def ours(
     )
     with device:
         layer = MemoryLayer(config, size.dim)
-    return layer, ValuesAdam([layer.values], settings)
+    return layer, ValuesAdam({"values": layer.values}, settings)
 
 
 def our_whole(layer: MemoryLayer, adam: ValuesAdam, batches: list[Tensor], dtype: torch.dtype) -> Whole:

@@ -1,34 +1,37 @@
 """Checkpoints of a run: saved whole or not at all, verified on load, retained by rule.
 
-    checkpoints/step-0000123/rank-00000.safetensors     the tensors
+    checkpoints/step-0000123/rank-00000.safetensors ...     the tensors, a file of each rank
                              manifest.json              sizes and hashes of the files, shapes, the record; hashes itself
     checkpoints/latest  best                            names of checkpoints, for people and programs
 
 A save writes `step-0000123.tmp/`, renames it, reads it back, and only then lets an older checkpoint go. A directory of
 that name is never written into again. Nothing in a checkpoint is code: safetensors and JSON, anything else is refused.
+
+All ranks save and load together, and each decision is the same on all of them; rank 0 alone writes what is not a rank's file.
+Any number of ranks, with values replicated or sharded, loads what any other wrote (pkm.shards).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pkm import faults, files, tensorfile
+from pkm import dist, faults, files, manifest, shards, tensorfile
+from pkm.background import Background, Copies
 from pkm.errors import UserError
+from pkm.manifest import Damaged, Manifest
 from pkm.version import code_version
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 POINTS = tuple(
     f"checkpoint:{point}"
     for point in (
@@ -46,23 +49,58 @@ POINTS = tuple(
 """Where a save can be made to die by SIGKILL (pkm.faults)."""
 
 _NAME = re.compile(r"step-(\d{7,})")
-_SHARD = re.compile(r"rank-\d{5}\.safetensors")
 _SLACK_BYTES = 1 << 20
-
-
-class Damaged(Exception):
-    """Why a checkpoint cannot be trusted."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was verified."""
+    """A checkpoint that was verified. Tensors are read when they are asked for."""
 
     step: int
-    tensors: dict[str, Tensor]
-    """On the CPU."""
     record: dict[str, Any]
     directory: Path
+    entries: dict[str, shards.Entry]
+    """Of each tensor its dtype, shape and parts."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them whole, on the CPU."""
+        kinds = {name: dtype for dtype, name in tensorfile.DTYPES.items()}
+        whole = {name: torch.empty(e["shape"], dtype=kinds[e["dtype"]]) for name, e in self.entries.items()}
+        self.copy_into(whole)
+        return whole
+
+    def copy_into(self, tensors: dict[str, Tensor], columns: Collection[str] = (), prefix: str = "") -> None:
+        """Copy the checkpoint's tensors of which the names begin with `prefix` into `tensors`.
+
+        columns    names of those that are only this rank's columns of the tensor in the checkpoint
+
+        UserError, and nothing copied, if one is missing, left over or has another shape.
+        """
+        there = {name for name in self.entries if name.startswith(prefix)}
+        for name in sorted(tensors.keys() | there):
+            shape = list(tensors[name].shape) if name in tensors else None
+            if shape is not None and name in columns:
+                shape[1] *= dist.world_size()
+            found = self.entries[name]["shape"] if name in there else None
+            if shape != found:
+                raise UserError(
+                    f"it does not fit this model: {name} is {found or 'not in it'}, and the model's is {shape or 'not there'}",
+                    where=str(self.directory),
+                    fix="use the settings and the version of pkm that it was written with",
+                )
+        with files.explained(self.directory), shards.Reader(self.directory, self.entries) as reader, torch.no_grad():
+            for name, tensor in tensors.items():
+                reader.read_into(tensor, name, dist.rank() * tensor.shape[1] if name in columns else 0)
+
+
+@dataclass(frozen=True)
+class _Save:
+    step: int
+    parts: dict[str, shards.Part]
+    total_bytes: int
+    record: dict[str, Any]
+    best: bool
 
 
 def _warn(line: str) -> None:
@@ -72,8 +110,9 @@ def _warn(line: str) -> None:
 class Checkpoints:
     """The checkpoints below `root`, of which the newest `keep` stay, and the best one besides.
 
-    warn           is told, in one line each, of every damaged or half-written checkpoint
-    before_save    makes durable what a checkpoint takes for granted (the metrics up to its step)
+    warn             is told, in one line each, of every damaged or half-written checkpoint
+    before_save      makes durable what a checkpoint takes for granted (the metrics up to its step)
+    in_background    `save` copies the tensors and returns; a thread writes them, one save at a time
     """
 
     def __init__(
@@ -82,9 +121,16 @@ class Checkpoints:
         keep: int,
         warn: Callable[[str], None] = _warn,
         before_save: Callable[[], None] = lambda: None,
+        in_background: bool = False,
     ):
-        self.root, self.keep, self.warn, self.before_save = root, keep, warn, before_save
+        self.root, self.keep, self.before_save, self.in_background = root, keep, before_save, in_background
+        self.longest_seconds = 0.0
+        """Of the saves so far, from their beginning to their end."""
+        self._warn = warn
         self._seen_intact: dict[int, tuple[Any, ...]] = {}
+        self._copies = Copies()
+        self._saving: Background | None = None
+        self._side: list[dist.Group] = []
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints there are, damaged or not, oldest first. UserError if they cannot be listed."""
@@ -103,76 +149,131 @@ class Checkpoints:
 
     # ---- save -------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any], best: bool = False) -> Path:
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        record: dict[str, Any],
+        best: bool = False,
+        columns: Collection[str] = (),
+    ) -> Path:
         """Publish a checkpoint and return its directory; nothing is written if an intact one of that step is there.
 
-        tensors    any devices, any of `tensorfile.DTYPES`
+        tensors    any devices, any of `tensorfile.DTYPES`; the same on every rank but for `columns`
         record     JSON: whatever else the run needs to go on
         best       keep this one until a better one is saved
+        columns    names of tensors of which each rank holds its own columns
 
-        UserError if it cannot be written; the checkpoints before stay as they were and no half of this one remains.
+        UserError, on every rank, if one of them cannot write; the checkpoints before stay as they were and no half of this
+        one remains. In the background that is the error of `wait`, or of the next `save`.
         """
-        final = self.directory(step)
-        unfinished = final.with_name(final.name + ".tmp")
+        self.wait()
+        with self._stage(step, None):
+            if dist.is_main():
+                self.before_save()
+        parts = shards.own_parts(tensors, columns)
+        if not self.in_background:
+            self._save(_Save(step, parts, shards.total_bytes(tensors, columns), record, best), None)
+            return self.directory(step)
+        copies = self._copies.take({name: part.tensor for name, part in parts.items()})
+        parts = {name: shards.Part(copies[name], part.start, part.whole) for name, part in parts.items()}
+        save = _Save(step, parts, shards.total_bytes(tensors, columns), record, best)
+        if not self._side:
+            self._side.append(dist.side_group())
+        self._saving = Background(lambda: self._save(save, self._side[0]))
+        return self.directory(step)
+
+    def wait(self) -> None:
+        """Until no save is going on in the background; UserError if it failed."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.wait()
+
+    def saving(self) -> bool:
+        """Whether a save is going on in the background."""
+        return self._saving is not None and not self._saving.done()
+
+    def failed(self) -> bool:
+        """Whether a save in the background has failed: `wait` says why."""
+        return self._saving is not None and self._saving.failed()
+
+    def _save(self, save: _Save, group: dist.Group) -> None:
+        started = time.perf_counter()
+        unfinished = self.directory(save.step).with_name(self.directory(save.step).name + ".tmp")
         try:
-            self.before_save()
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._sweep(".tmp")
-            if not self._intact(step):
-                self._refuse_if_full(tensors)
-                self._write(unfinished, step, tensors, record, best)
+            there = False
+            with self._stage(save.step, group):
+                if dist.is_main():
+                    self.root.mkdir(parents=True, exist_ok=True)
+                    self._sweep(".tmp")
+                    there = self._intact(save.step)
+                    if not there:
+                        self._refuse_if_full(save.total_bytes)
+                        unfinished.mkdir()
+            if not dist.broadcast_object(there, group):
+                self._write(save, unfinished, group)
+            with self._stage(save.step, group):
+                faults.point("checkpoint:after-verify")
+                if dist.is_main():
+                    self._point(save.step, save.step if save.best else self._best())
+                faults.point("checkpoint:after-pointers")
+                if dist.is_main():
+                    self._retain(save.step)
+                faults.point("checkpoint:end")
+        finally:
+            if dist.is_main():
+                shutil.rmtree(unfinished, ignore_errors=True)
+        self.longest_seconds = max(self.longest_seconds, time.perf_counter() - started)
+
+    def _write(self, save: _Save, unfinished: Path, group: dist.Group) -> None:
+        with self._stage(save.step, group):
+            faults.point("checkpoint:begin")
+            file = f"rank-{dist.rank():05d}{tensorfile.SUFFIX}"
+            size, digest = tensorfile.write(unfinished / file, {name: p.tensor for name, p in save.parts.items()})
+            faults.point("checkpoint:after-shard")
+        shard = (file, {"bytes": size, "sha256": digest}, shards.listed(file, save.parts))
+        everyones = dist.gather_objects(shard, group)
+        with self._stage(save.step, group):
+            if dist.is_main():
+                written: Manifest = {
+                    "format": manifest.FORMAT,
+                    "step": save.step,
+                    "best": save.best,
+                    "code": code_version(),
+                    "files": {name: entry for name, entry, _ in everyones},
+                    "tensors": shards.merged([entries for _, _, entries in everyones]),
+                    "record": save.record,
+                }
+                files.atomic_write(unfinished / manifest.FILE, manifest.sealed(written))
+                files.fsync_directory(unfinished)
+            faults.point("checkpoint:after-manifest")
+            if dist.is_main():
+                final = self.directory(save.step)
                 if final.exists():
                     final.rename(final.with_name(final.name + ".damaged"))
                 files.publish(unfinished, final)
-                faults.point("checkpoint:after-rename")
-                self._verify(step)
-            faults.point("checkpoint:after-verify")
-            self._point(step, step if best else self._best())
-            faults.point("checkpoint:after-pointers")
-            self._retain(step)
-            faults.point("checkpoint:end")
-        except OSError as error:
-            refusal = files.refusal(error, self.root)
-            explained = refusal if isinstance(refusal, UserError) else UserError(str(error))
-            raise self._cannot_save(step, explained) from error
-        except UserError as error:
-            raise self._cannot_save(step, error) from error
-        except Damaged as damage:
-            differs = UserError(f"what was written reads back differently: {damage}", fix="have the disk checked")
-            raise self._cannot_save(step, differs) from damage
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        return final
+            faults.point("checkpoint:after-rename")
+        with self._stage(save.step, group):
+            found = self._read_together(self.directory(save.step), group)
+            if isinstance(found, str):
+                raise UserError(f"what was written reads back differently: {found}", fix="have the disk checked")
 
-    def _write(self, path: Path, step: int, tensors: dict[str, Tensor], record: dict[str, Any], best: bool) -> None:
-        path.mkdir()
-        faults.point("checkpoint:begin")
-        shard = "rank-00000" + tensorfile.SUFFIX
-        size, digest = tensorfile.write(path / shard, tensors)
-        faults.point("checkpoint:after-shard")
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "best": best,
-            "code": code_version(),
-            "files": {shard: {"bytes": size, "sha256": digest}},
-            "tensors": {
-                name: {
-                    "dtype": tensorfile.DTYPES[tensor.dtype],
-                    "shape": list(tensor.shape),
-                    "parts": [{"file": shard, "start": [0] * tensor.ndim, "shape": list(tensor.shape)}],
-                }
-                for name, tensor in tensors.items()
-            },
-            "record": record,
-        }
-        files.atomic_write(path / MANIFEST, _sealed(manifest))
-        files.fsync_directory(path)
-        faults.point("checkpoint:after-manifest")
+    @contextmanager
+    def _stage(self, step: int, group: dist.Group) -> Iterator[None]:
+        """A stage of a save: what one rank cannot do ends the save on all of them."""
+        with dist.together(group):
+            try:
+                yield
+            except OSError as error:
+                refusal = files.refusal(error, self.root)
+                raise self._cannot_save(
+                    step, refusal if isinstance(refusal, UserError) else UserError(str(error))
+                ) from error
+            except UserError as error:
+                raise self._cannot_save(step, error) from error
 
-    def _refuse_if_full(self, tensors: dict[str, Tensor]) -> None:
-        needed = sum(tensor.nbytes for tensor in tensors.values()) + _SLACK_BYTES
-        free = files.free_bytes(self.root)
+    def _refuse_if_full(self, needed: int) -> None:
+        needed, free = needed + _SLACK_BYTES, files.free_bytes(self.root)
         if free < needed:
             raise UserError(
                 f"it takes {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB free",
@@ -180,24 +281,28 @@ class Checkpoints:
             )
 
     def _cannot_save(self, step: int, reason: UserError) -> UserError:
-        before = [s for s in self.steps() if s != step]
+        before: list[int] = []
+        with suppress(UserError):
+            before = [s for s in self.steps() if s != step]
+        rank = f" (rank {dist.rank()})" if dist.world_size() > 1 else ""
         return UserError(
-            f"cannot save the checkpoint of step {step}: {reason.what}",
+            f"cannot save the checkpoint of step {step}: {reason.what}{rank}",
             where=str(self.root),
             fix=(reason.fix or "see to it") + (f" (the run goes on from step {before[-1]})" if before else ""),
         )
 
-    # ---- retention --------------------------------------------------------------------------------------------
+    # ---- retention: rank 0 alone ------------------------------------------------------------------------------
 
     def _retain(self, saved: int) -> None:
         """Remove what is older than the `keep` newest intact checkpoints; the best and the one just saved stay."""
-        intact = [step for step in reversed(self.steps()) if self._intact(step)][: self.keep]
-        best = self._best()
-        for step in self.steps():
-            if step < min(intact) and step not in (saved, best):
-                doomed = self.directory(step)
-                doomed.rename(doomed.with_name(doomed.name + ".tmp"))
-                faults.point("checkpoint:in-retention")
+        best, steps = self._best(), self.steps()
+        if any(step not in (saved, best) for step in steps[: -self.keep]):
+            intact = [step for step in reversed(steps) if self._intact(step)][: self.keep]
+            for step in steps:
+                if step < min(intact) and step not in (saved, best):
+                    doomed = self.directory(step)
+                    doomed.rename(doomed.with_name(doomed.name + ".tmp"))
+                    faults.point("checkpoint:in-retention")
         self._sweep(".tmp")
         self._sweep(".damaged")
 
@@ -207,17 +312,17 @@ class Checkpoints:
         for leftover in self.root.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
 
-    def _verify(self, step: int) -> None:
-        """`verify`, but files that did not change since they were found intact are not hashed again."""
-        directory = self.directory(step)
-        state = tuple(sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in directory.iterdir()))
-        if self._seen_intact.get(step) != state:
-            verify(directory)
-            self._seen_intact[step] = state
+    def _state(self, directory: Path) -> tuple[Any, ...]:
+        """What changes when a file does."""
+        return tuple(sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in directory.iterdir()))
 
     def _intact(self, step: int) -> bool:
+        """Whether a checkpoint verifies; files that did not change since they were found intact are not hashed again."""
         try:
-            self._verify(step)
+            state = self._state(self.directory(step))
+            if self._seen_intact.get(step) != state:
+                manifest.verify(self.directory(step))
+                self._seen_intact[step] = state
         except (OSError, Damaged, UserError):
             return False
         return True
@@ -237,7 +342,7 @@ class Checkpoints:
             match = None
         if match and self.directory(int(match[1])).is_dir():
             return int(match[1])
-        marked = (step for step in reversed(self.steps()) if _says_best(self.directory(step)))
+        marked = (step for step in reversed(self.steps()) if manifest.says_best(self.directory(step)))
         return next(filter(self._intact, marked), None)
 
     def _put_right(self, latest: int) -> None:
@@ -246,7 +351,7 @@ class Checkpoints:
         A save may have been killed between its rename and its pointers, and later checkpoints may be damaged.
         """
         pointed = self._best()
-        best = [step for step in self.steps() if step == pointed or _says_best(self.directory(step))]
+        best = [step for step in self.steps() if step == pointed or manifest.says_best(self.directory(step))]
         self._point(latest, max((step for step in best if step <= latest), default=None))
 
     # ---- load -------------------------------------------------------------------------------------------------
@@ -255,24 +360,34 @@ class Checkpoints:
         """The newest checkpoint that verifies, to go on from; None if there is none at all.
 
         Every damaged or half-written one on the way is named, and what a killed save left undone is done: pointers,
-        retention. UserError if there are some and none verifies. Only for the process that holds the run; others `load`.
+        retention. UserError if there are some and none verifies. Only for the processes that hold the run; others `load`.
         """
         for leftover in sorted(self.root.glob("step-*.tmp")):
             self.warn(f"{leftover} is half-written (its save was killed) and is ignored")
         loaded = self._newest()
         if loaded is not None:
-            with files.explained(self.root):
-                self._put_right(loaded.step)
-                self._retain(loaded.step)
+            with dist.together(), files.explained(self.root):
+                if dist.is_main():
+                    self._put_right(loaded.step)
+                    self._retain(loaded.step)
         return loaded
 
+    def warn(self, line: str) -> None:
+        """Say it once, not on every rank."""
+        if dist.is_main():
+            self._warn(line)
+
     def _newest(self) -> Loaded | None:
-        steps = self.steps()
+        self.wait()
+        steps: list[int] = []
+        with dist.together():
+            if dist.is_main():
+                steps = self.steps()
+        steps = dist.broadcast_object(steps)
         for step in reversed(steps):
-            try:
-                loaded = self._load(self.directory(step))
-            except Damaged as damage:
-                self.warn(f"checkpoint {self.directory(step)} is damaged: {damage}")
+            loaded = self._load(self.directory(step))
+            if isinstance(loaded, str):
+                self.warn(f"checkpoint {self.directory(step)} is damaged: {loaded}")
                 continue
             if step != steps[-1]:
                 self.warn(f"going on from step {step}, the newest checkpoint that is whole")
@@ -295,6 +410,18 @@ class Checkpoints:
             if loaded is None:
                 raise UserError("there is no checkpoint", where=str(self.root), fix="train first")
             return loaded
+        self.wait()
+        directory = self.root
+        with dist.together():
+            if dist.is_main():
+                directory = self._find(which)
+        directory = dist.broadcast_object(directory)
+        found = self._load(directory)
+        if isinstance(found, str):
+            raise UserError(f"damaged: {found}", where=str(directory), fix="load another checkpoint")
+        return found
+
+    def _find(self, which: int | str | Path) -> Path:
         if which == "best":
             step = self._best()
             if step is None:
@@ -307,93 +434,45 @@ class Checkpoints:
         if not directory.is_dir():
             have = ", ".join(map(str, self.steps())) or "none"
             raise UserError("there is no such checkpoint", where=str(directory), fix=f"there are, of steps: {have}")
-        try:
-            return self._load(directory)
-        except Damaged as damage:
-            raise UserError(f"damaged: {damage}", where=str(directory), fix="load another checkpoint") from damage
+        return directory
 
-    def _load(self, directory: Path) -> Loaded:
-        manifest = verify(directory)
-        if manifest["code"]["torch"] != code_version()["torch"]:
+    def _load(self, directory: Path) -> Loaded | str:
+        found = self._read_together(directory)
+        if isinstance(found, str):
+            return found
+        if found["code"]["torch"] != code_version()["torch"]:
             self.warn(
-                f"{directory.name} was written under torch {manifest['code']['torch']}, this is "
+                f"{directory.name} was written under torch {found['code']['torch']}, this is "
                 f"{code_version()['torch']}: last bits may differ"
             )
+        return Loaded(found["step"], found["record"], directory, found["tensors"])
+
+    def _read_together(self, directory: Path, group: dist.Group = None) -> Manifest | str:
+        """The manifest of a checkpoint of which the ranks hash a share of the files each, or why it cannot be trusted.
+
+        A rank does not hash the file that it may just have written itself: another one must be able to see that.
+        """
+        found: Manifest | str = ""
+        state: tuple[Any, ...] = ()
+        with dist.together(group):
+            if dist.is_main():
+                try:
+                    found = manifest.read(directory)
+                    state = self._state(directory)
+                except (Damaged, OSError) as damage:
+                    found = str(damage)
+        found = dist.broadcast_object(found, group)
+        if isinstance(found, str):
+            return found
+        damage_here = None
         try:
-            shards = {name: tensorfile.read(directory / name) for name in manifest["files"]}
-            tensors = {name: _assembled(name, entry, shards) for name, entry in manifest["tensors"].items()}
-        except (OSError, ValueError, KeyError) as error:
-            raise Damaged(str(error)) from error
-        return Loaded(manifest["step"], tensors, manifest["record"], directory)
-
-
-def verify(directory: Path) -> dict[str, Any]:
-    """Hash every file of a checkpoint against its manifest, and return that. Damaged, with the file and the reason."""
-    manifest = _manifest(directory)
-    for name, entry in manifest["files"].items():
-        path = directory / name
-        if not _SHARD.fullmatch(name):
-            raise Damaged(f"its manifest names {name!r}, which is no safetensors file of a rank")
-        try:
-            size = path.stat().st_size
-            if size != entry["bytes"]:
-                raise Damaged(f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
-            if files.sha256(path) != entry["sha256"]:
-                raise Damaged(f"{name} has changed since it was written: its sha256 differs")
-        except FileNotFoundError as error:
-            raise Damaged(f"{name} is missing") from error
-        except (OSError, UserError) as error:
-            raise Damaged(f"{name} cannot be read: {getattr(error, 'what', error)}") from error
-    return manifest
-
-
-def _manifest(directory: Path) -> dict[str, Any]:
-    try:
-        text = (directory / MANIFEST).read_bytes()
-    except FileNotFoundError as error:
-        raise Damaged(f"{MANIFEST} is missing") from error
-    except OSError as error:
-        raise Damaged(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    try:
-        manifest = json.loads(text)
-        del manifest["sha256"]
-        if _sealed(manifest) != text:
-            raise ValueError("its sha256 differs")
-    except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{MANIFEST} has changed since it was written") from error
-    if manifest["format"] != FORMAT:
-        raise UserError(
-            f"written in format {manifest['format']} of checkpoints; this version of pkm reads format {FORMAT}",
-            where=str(directory),
-            fix="use the version of pkm that wrote it",
-        )
-    return cast(dict[str, Any], manifest)
-
-
-def _says_best(directory: Path) -> bool:
-    try:
-        return bool(_manifest(directory)["best"])
-    except (Damaged, UserError):
-        return False
-
-
-def _sealed(manifest: dict[str, Any]) -> bytes:
-    """The manifest's exact bytes: its JSON with the hash of the JSON without it."""
-    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-    return (json.dumps({**manifest, "sha256": digest}, indent=1) + "\n").encode()
-
-
-def _assembled(name: str, entry: dict[str, Any], shards: dict[str, dict[str, Tensor]]) -> Tensor:
-    """A tensor out of its parts; ValueError if a file holds another shape or dtype than the manifest says."""
-    pieces = [(part, shards[part["file"]][name]) for part in entry["parts"]]
-    for part, piece in pieces:
-        if list(piece.shape) != part["shape"] or tensorfile.DTYPES[piece.dtype] != entry["dtype"]:
-            raise ValueError(
-                f"{part['file']} holds {name} as {piece.dtype} {list(piece.shape)}, not as the manifest says"
-            )
-    if len(pieces) == 1:
-        return pieces[0][1]
-    whole = torch.empty(entry["shape"], dtype=pieces[0][1].dtype)
-    for part, piece in pieces:
-        whole[tuple(slice(a, a + n) for a, n in zip(part["start"], part["shape"], strict=True))] = piece
-    return whole
+            share = list(found["files"])[(dist.rank() + 1) % dist.world_size() :: dist.world_size()]
+            manifest.check(directory, found, share)
+        except Damaged as damage:
+            damage_here = str(damage)
+        damaged = [damage for damage in dist.gather_objects(damage_here, group) if damage is not None]
+        if damaged:
+            return damaged[0]
+        if dist.is_main() and directory.parent == self.root:
+            self._seen_intact[int(found["step"])] = state
+        return found

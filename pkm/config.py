@@ -31,7 +31,9 @@ NAME_IN_WORDS = "letters, digits and any of . _ + = - (first a letter or digit),
 class Part(BaseModel):
     """A section of the file: frozen, and closed to keys it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True, serialize_by_alias=True
+    )
 
 
 class CorpusConfig(Part):
@@ -182,6 +184,8 @@ class CheckpointConfig(Part):
     """Steps between checkpoints; one more is written at the end and when the run is told to stop."""
     keep: Positive = 3
     """Newest checkpoints that stay; the best one stays besides."""
+    in_background: Annotated[bool, Field(alias="async")] = False
+    """Copy the tensors to the CPU's memory and write them while training goes on; it needs room there for the copy."""
 
 
 class EvaluateConfig(Part):
@@ -274,7 +278,18 @@ def memory_interval(layers: int, count: int) -> int:
 
 
 # What may change when a run is resumed: nothing here alters the numbers of a step.
-MAY_CHANGE = ("name", "runs", "corpus.path", "device", "max_minutes", "profile", "checkpoint", "evaluate", "log")
+MAY_CHANGE = (
+    "name",
+    "runs",
+    "corpus.path",
+    "device",
+    "max_minutes",
+    "profile",
+    "parallel.values",
+    "checkpoint",
+    "evaluate",
+    "log",
+)
 # Schedules whose learning rate at a step does not depend on how many steps follow: such a run may be made longer.
 OPEN_ENDED = ("inverse_sqrt", "constant")
 
@@ -417,7 +432,11 @@ def impossible_for(config: Config, ranks: int) -> list[tuple[str, str, str]]:
     if config.sequences % ranks:
         what = (
             f"{config.optim.batch_tokens} tokens are {config.sequences} windows of corpus.context = {config.corpus.context}, "
-            + (f"fewer than the {ranks} ranks" if config.sequences < ranks else f"which {ranks} ranks cannot share evenly")
+            + (
+                f"fewer than the {ranks} ranks"
+                if config.sequences < ranks
+                else f"which {ranks} ranks cannot share evenly"
+            )
         )
         found.append(("optim.batch_tokens", what, f"choose a multiple of {ranks * config.corpus.context}"))
     if config.memory and config.parallel.values == "sharded" and config.model.dim % ranks:

@@ -22,7 +22,6 @@ class Clock:
     def __init__(self, step: int, steps: int, max_minutes: float | None = None):
         self.steps, self.started_at, self.step = steps, step, step
         self.deadline = time.perf_counter() + 60 * max_minutes if max_minutes else None
-        self.longest_save = 0.0
         self.seconds = self.interval_seconds = 0.0
         self.interval_tokens = 0
         self.last = time.perf_counter()
@@ -34,19 +33,20 @@ class Clock:
         self.interval_tokens += tokens
         self.step, self.last = step, now
 
-    def pause(self, saved: bool = False) -> None:
+    def pause(self) -> None:
         """What happened since the last tick was not training but an evaluation, or a save."""
-        now = time.perf_counter()
-        if saved:
-            self.longest_save = max(self.longest_save, now - self.last)
-        self.last = now
+        self.last = time.perf_counter()
 
-    def must_stop(self) -> bool:
-        """Whether another step could leave too little of `max_minutes` to save in."""
+    def must_stop(self, longest_save: float, saving: bool) -> bool:
+        """Whether another step could leave too little of `max_minutes` to save in.
+
+        longest_save    seconds that a save took so far
+        saving          one is going on, and the last one would have to wait for it
+        """
         if self.deadline is None:
             return False
         step = self.seconds / max(self.step - self.started_at, 1)
-        return time.perf_counter() + 2 * step + 1.5 * self.longest_save > self.deadline
+        return time.perf_counter() + 2 * step + (2.5 if saving else 1.5) * longest_save > self.deadline
 
     def tokens_per_second(self) -> float:
         """Over the ticks since the last call."""

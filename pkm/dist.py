@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as td
 
-from pkm.errors import UserError
+from pkm.errors import ToldElsewhere, UserError
 
 T = TypeVar("T")
+Group: TypeAlias = "td.ProcessGroup | None"
 STOP_FILE = "STOP"
 # Why a run was told to stop; the position is what the ranks agree on, so the last one wins where they differ.
-REASONS = (None, "time limit", f"{STOP_FILE} file", "SIGUSR1", "SIGINT", "SIGTERM")
+REASONS = (None, "time limit", f"{STOP_FILE} file", "SIGUSR1", "SIGINT", "SIGTERM", "failed save")
+# A terminal's Ctrl-C reaches a rank from the terminal and from torchrun: what comes so soon after the first is the same one.
+SAME_CTRL_C_SECONDS = 1.0
 
 
 def rank() -> int:
@@ -80,41 +85,70 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def broadcast_object(obj: T) -> T:
+def side_group() -> Group:
+    """Another way to all ranks, for a thread of its own: its collectives may pass those of the main thread."""
+    return td.new_group(backend="gloo", timeout=timedelta(hours=6)) if world_size() > 1 else None
+
+
+def broadcast_object(obj: T, group: Group = None) -> T:
     """Rank 0's `obj` on every rank; anything that pickles."""
     if world_size() == 1:
         return obj
     box: list[Any] = [obj]
-    td.broadcast_object_list(box, src=0)
+    td.broadcast_object_list(box, src=0, group=group)
     return cast(T, box[0])
 
 
+def gather_objects(obj: T, group: Group = None) -> list[T]:
+    """Every rank's `obj`, by rank, on every rank; anything that pickles."""
+    if world_size() == 1:
+        return [obj]
+    everyones: list[Any] = [None] * world_size()
+    td.all_gather_object(everyones, obj, group=group)
+    return everyones
+
+
 @contextmanager
-def main_decides() -> Iterator[None]:
-    """A UserError that rank 0 meets inside is raised on every rank at the end, so that none waits for the others."""
+def together(group: Group = None) -> Iterator[None]:
+    """A UserError that any rank meets inside is raised on every rank at the end, so that none waits for another.
+
+    It is that of the lowest rank that met one; on the other ranks it is a ToldElsewhere.
+    """
     error: UserError | None = None
     try:
         yield
     except UserError as caught:
         error = caught
-    met = broadcast_object((error.what, error.where, error.fix) if error else None)
-    if error is not None:
+    met = gather_objects((error.what, error.where, error.fix) if error else None, group)
+    first = next((at for at, found in enumerate(met) if found is not None), None)
+    if first is None:
+        return
+    if error is not None and first == rank():
         raise error
-    if met is not None:
-        raise UserError(*met)
+    raise ToldElsewhere(*cast(Any, met[first])) from error
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether `error` says that another rank ended while this one was waiting for it."""
+    if isinstance(error, td.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in ("gloo", "connection", "nccl", "tcpstore"))
 
 
 class StopFlag:
     """Whether the run was asked to stop: by a signal to any rank, or by a file `STOP` in its directory.
 
-    The first Ctrl-C asks; a second one interrupts at once with KeyboardInterrupt.
+    The first Ctrl-C asks; a second one interrupts at once with KeyboardInterrupt. A rank of torchrun, which may hear one
+    twice, counts those of a second as one.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._interrupted = False
+        self._interrupted_at: float | None = None
+        self._echo = SAME_CTRL_C_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         self._previous: dict[int, Any] = {}
 
     def install(self) -> StopFlag:
@@ -132,9 +166,10 @@ class StopFlag:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if name == "SIGINT":
-            if self._interrupted:
+            now = time.monotonic()
+            if self._interrupted_at is not None and now - self._interrupted_at >= self._echo:
                 raise KeyboardInterrupt
-            self._interrupted = True
+            self._interrupted_at = self._interrupted_at or now
         self.ask(name)
 
     def ask(self, reason: str) -> None:
@@ -143,7 +178,7 @@ class StopFlag:
             self.reason = reason
 
     def requested(self, run_directory: Path) -> str | None:
-        """Why the run has to stop ("SIGTERM", "SIGINT", "SIGUSR1", "STOP file"), or None.
+        """Why the run has to stop (one of REASONS), or None.
 
         Every rank must call it at the same point; all get the same answer.
         """

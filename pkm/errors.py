@@ -33,6 +33,10 @@ class UserErrors(UserError):
         super().__init__(title + "\n" + "\n".join(f"- {error}" for error in errors))
 
 
+class ToldElsewhere(UserError):
+    """The error of another rank, which says it: this one only ends with it."""
+
+
 def exits_cleanly(main: Callable[[], int | None]) -> Callable[[], int]:
     """Wrap a program's main: a UserError becomes a message and exit status 2, Ctrl-C exit status 130."""
 
@@ -41,7 +45,8 @@ def exits_cleanly(main: Callable[[], int | None]) -> Callable[[], int]:
         try:
             return main() or 0
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            if not isinstance(error, ToldElsewhere):
+                print(f"error: {error}", file=sys.stderr)
             return EXIT_USER_ERROR
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

@@ -142,7 +142,9 @@ class Optimizers:
         if tables and settings.values.update == "dense":
             self.groups["values"] = DenseAdam(values, settings.values)
         elif tables:
-            self.groups["values"] = ValuesAdam(list(tables.values()), settings.values)
+            self.groups["values"] = ValuesAdam(
+                {f"{name}.weight": table for name, table in tables.items()}, settings.values
+            )
 
     def settings_of(self, group: str) -> DenseOptim | ValuesOptim:
         return self.settings.dense if group == "dense" else self.settings.values

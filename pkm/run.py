@@ -39,8 +39,9 @@ class Run:
         self.directory = config.directory
         self.console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
         self.metrics = Metrics(self.directory, config.log.tensorboard)
+        save = config.checkpoint
         self.checkpoints = Checkpoints(
-            self.directory / "checkpoints", config.checkpoint.keep, self._warn, self.metrics.sync
+            self.directory / "checkpoints", save.keep, self._warn, self.metrics.sync, save.in_background
         )
         self._lock = Lock(self.directory / "lock")
         self._status: dict[str, Any] = {}
@@ -55,7 +56,7 @@ class Run:
         may not change (the keys are named with both values).
         """
         run = cls(config)
-        with dist.main_decides():
+        with dist.together():
             if dist.is_main():
                 with files.explained(run.directory):
                     run.directory.mkdir(parents=True, exist_ok=True)

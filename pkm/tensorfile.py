@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,11 +52,17 @@ def write(path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
         return file.tell(), digest.hexdigest()
 
 
-def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU. ValueError if it is none."""
+def described(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtype (one of `DTYPES`' names) and shape of each tensor in a safetensors file. ValueError if it is none."""
+    with opened(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+
+
+def opened(path: Path) -> Any:
+    """A safetensors file to read tensors and slices of them from, on the CPU. ValueError if it is none."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"not a safetensors file: {error}") from error
 

@@ -46,5 +46,5 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
         )
     with torch.device("cpu"):
         model = build_model(config, corpus.vocab.size)
-    load_weights(model, loaded.tensors)
+    load_weights(model, loaded)
     return Trained(config, corpus, model.to(pick_device(config)).eval(), loaded.step)

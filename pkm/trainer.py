@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pkm import dist
+from pkm.checkpoint import Loaded
 from pkm.config import Config
 from pkm.console import Clock, log_line, peak_memory, progress, valid_line
 from pkm.corpus.batches import TrainingBatches
@@ -49,7 +50,8 @@ def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> 
     """Load the newest checkpoint that verifies into model and optimizers; the state of step 0 if there is none yet."""
     loaded = run.checkpoints.newest()
     if loaded is None:
-        run.metrics.cut(0)
+        with dist.together():
+            run.metrics.cut(0)
         return State()
     if loaded.record["corpus"] != corpus.fingerprint:
         raise UserError(
@@ -57,15 +59,18 @@ def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> 
             str(corpus.path),
             "point corpus.path at the corpus it began with, or start another run with another name",
         )
-    load_weights(model, loaded.tensors)
-    optim.load_state_tensors(_below("optim.", loaded.tensors))
-    run.metrics.cut(loaded.step)
+    everything = _everything(model, optim)
+    with dist.together():
+        loaded.copy_into(everything, _columns(model, everything))
+        run.metrics.cut(loaded.step)
     return State(**loaded.record["state"])
 
 
-def load_weights(model: Transformer, tensors: dict[str, Tensor]) -> None:
-    """Copy a checkpoint's `model.*` tensors into `model`."""
-    model.load_state_dict(_below("model.", tensors))
+def load_weights(model: Transformer, loaded: Loaded) -> None:
+    """Copy a checkpoint's weights and running statistics into `model`."""
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    with dist.together():
+        loaded.copy_into(weights, _columns(model, weights), prefix="model.")
 
 
 def train(
@@ -77,7 +82,9 @@ def train(
     scale = LossScale(active=precision == "fp16")
     scale.load(state.loss_scale or scale.record())
     if corpus.train is None:
-        raise UserError("the corpus has no training text", str(corpus.path), "prepare it from sources that are not empty")
+        raise UserError(
+            "the corpus has no training text", str(corpus.path), "prepare it from sources that are not empty"
+        )
     batches = TrainingBatches(corpus.train, config.corpus.context, config.sequences, config.seed)
     clock = Clock(state.step, steps, config.max_minutes)
     module, rows = distribute(model), dist.share(config.sequences)
@@ -137,17 +144,23 @@ def train(
             run.say(valid_line(step, measured, improved))
             clock.pause()
 
-        if clock.must_stop():
+        if clock.must_stop(run.checkpoints.longest_seconds, run.checkpoints.saving()):
             stop.ask("time limit")
+        if run.checkpoints.failed():
+            stop.ask("failed save")
         reason = stop.requested(run.directory)
+        if reason == "failed save":
+            run.checkpoints.wait()  # raises what it failed of, on every rank
         if reason or improved or step % config.checkpoint.every_steps == 0 or step == steps:
             save(run, model, optim, corpus, state, best=improved)
-            clock.pause(saved=True)
+            clock.pause()
         if reason and step < steps:
+            run.checkpoints.wait()
             run.status("stopped", step, reason)
             run.say(f"stopped at step {step} ({reason}); the same command goes on from here")
             break
 
+    run.checkpoints.wait()
     return state
 
 
@@ -202,16 +215,22 @@ def rehearse(
 
 def save(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus, state: State, best: bool) -> None:
     """Write a checkpoint of everything that the next step depends on."""
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    tensors |= {f"optim.{name}": tensor for name, tensor in optim.state_tensors().items()}
-    with dist.main_decides():
-        if dist.is_main():
-            run.checkpoints.save(state.step, tensors, {"state": asdict(state), "corpus": corpus.fingerprint}, best=best)
+    everything = _everything(model, optim)
+    record = {"state": asdict(state), "corpus": corpus.fingerprint}
+    run.checkpoints.save(state.step, everything, record, best, _columns(model, everything))
+
+
+def _everything(model: Transformer, optim: Optimizers) -> dict[str, Tensor]:
+    """All tensors that the next step depends on, themselves and not copies."""
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return weights | {f"optim.{name}": tensor for name, tensor in optim.state_tensors().items()}
+
+
+def _columns(model: Transformer, tensors: dict[str, Tensor]) -> set[str]:
+    """Names of the tensors that the ranks share out by columns: sharded values and what their optimizer keeps of them."""
+    tables = [f".blocks.{layer - 1}.memory.values." for layer, memory in model.memories() if memory.sharded]
+    return {name for name, tensor in tensors.items() if tensor.ndim == 2 and any(table in name for table in tables)}
 
 
 def _meters(model: Transformer) -> dict[int, UsageMeter]:
     return {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
-
-
-def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

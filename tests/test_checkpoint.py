@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from pkm import checkpoint, files, tensorfile
+from pkm import files, manifest, tensorfile
 from pkm.checkpoint import POINTS, Checkpoints, Damaged
 from pkm.errors import UserError
 from tests.forked import error_of, exit_code_of, small_disk, without_root
@@ -85,18 +85,19 @@ def test_the_files_are_what_the_safetensors_library_reads_and_writes(tmp_path):
     theirs = safetensors.torch.load_file(directory / SHARD)
     assert all(torch.equal(theirs[name], tensor) for name, tensor in tensors.items())
     safetensors.torch.save_file(tensors, tmp_path / "theirs.safetensors")
-    assert all(torch.equal(tensorfile.read(tmp_path / "theirs.safetensors")[n], t) for n, t in tensors.items())
+    ours = tensorfile.opened(tmp_path / "theirs.safetensors")
+    assert all(torch.equal(ours.get_tensor(name), tensor) for name, tensor in tensors.items())
 
 
 def test_the_manifest_says_sizes_hashes_shapes_dtypes_and_the_version_of_the_code(tmp_path):
     directory = saved(tmp_path, 3).directory(3)
-    manifest = json.loads((directory / MANIFEST).read_text())
-    assert manifest["files"][SHARD] == {
+    written = json.loads((directory / MANIFEST).read_text())
+    assert written["files"][SHARD] == {
         "bytes": (directory / SHARD).stat().st_size,
         "sha256": files.sha256(directory / SHARD),
     }
-    assert manifest["tensors"]["a"]["dtype"] == "F32" and manifest["tensors"]["a"]["shape"] == [40, 3]
-    assert manifest["code"]["torch"] == torch.__version__ and manifest["code"]["pkm"]
+    assert written["tensors"]["a"]["dtype"] == "F32" and written["tensors"]["a"]["shape"] == [40, 3]
+    assert written["code"]["torch"] == torch.__version__ and written["code"]["pkm"]
 
 
 def test_a_checkpoint_is_never_overwritten(tmp_path):
@@ -127,7 +128,7 @@ def test_a_flipped_bit_anywhere_in_any_file_is_found_and_named_and_the_one_befor
     for position in range(len(whole)):
         flip(path, position)
         with pytest.raises(Damaged, match=name):
-            checkpoint.verify(path.parent)
+            manifest.verify(path.parent)
         path.write_bytes(whole)
     flip(path, len(whole) // 2)
     loaded, heard = warnings_of(tmp_path)
@@ -177,9 +178,9 @@ def test_without_any_checkpoint_there_is_none_to_load(tmp_path):
 
 def rewritten(directory, **changes):
     """Change the manifest the way an attacker would: with its hash made right again."""
-    manifest = json.loads((directory / MANIFEST).read_text())
-    del manifest["sha256"]
-    (directory / MANIFEST).write_bytes(checkpoint._sealed(manifest | changes))
+    written = json.loads((directory / MANIFEST).read_text())
+    del written["sha256"]
+    (directory / MANIFEST).write_bytes(manifest.sealed(written | changes))
 
 
 class Bomb:
@@ -293,14 +294,14 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_stay(tmp_path):
 
 def test_nothing_is_removed_when_the_new_checkpoint_reads_back_differently(tmp_path, monkeypatch):
     saved(tmp_path, 1, 2, keep=1)
-    real = checkpoint.verify
+    real = manifest.check
 
-    def bad_disk(directory):
+    def bad_disk(directory, *rest):
         if directory.name == "step-0000003":
             raise Damaged(f"{SHARD} has changed")
-        return real(directory)
+        return real(directory, *rest)
 
-    monkeypatch.setattr(checkpoint, "verify", bad_disk)
+    monkeypatch.setattr(manifest, "check", bad_disk)
     with pytest.raises(UserError, match=r"reads back differently.*has changed"):
         saved(tmp_path, 3, keep=1)
     monkeypatch.undo()

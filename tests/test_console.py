@@ -19,9 +19,10 @@ def test_pauses_are_not_counted_as_training():
 
 def test_a_clock_stops_in_time_for_the_longest_save():
     clock = Clock(step=0, steps=10, max_minutes=1)
-    assert not clock.must_stop()
-    clock.longest_save = 60
-    assert clock.must_stop()
+    assert not clock.must_stop(0.0, saving=False)
+    assert not clock.must_stop(30.0, saving=False)
+    assert clock.must_stop(30.0, saving=True)  # which the last save would have to wait for
+    assert clock.must_stop(41.0, saving=False)
 
 
 def test_durations_read_as_a_clock():

@@ -28,7 +28,7 @@ def test_alone_every_collective_is_a_no_op():
 
 def test_alone_an_error_of_the_main_rank_is_raised_as_it_is():
     error = UserError("wrong", "here", "repair it")
-    with pytest.raises(UserError) as caught, dist.main_decides():
+    with pytest.raises(UserError) as caught, dist.together():
         raise error
     assert caught.value is error
 
@@ -74,7 +74,7 @@ def _each_rank(rank, size, rendezvous, outcomes):
         flag.reason = "SIGUSR1"
     after = flag.requested(outcomes)
     try:
-        with dist.main_decides():
+        with dist.together():
             if dist.is_main():
                 raise UserError("wrong", "here", "repair it")
         error = None

@@ -59,12 +59,13 @@ class ValuesAdam:
     Numbers kept in bf16 are rounded stochastically, by a generator that depends on the step and the table alone.
     """
 
-    def __init__(self, tables: list[Values], settings: ValuesOptim):
-        self.tables, self.settings = tables, settings
+    def __init__(self, tables: dict[str, Values], settings: ValuesOptim):
+        """tables    by name: `state_tensors` names what it keeps after them."""
+        self.names, self.tables, self.settings = list(tables), list(tables.values()), settings
         self.fused = settings.update == "fused"
         self.moments: list[tuple[Tensor, Tensor]] = []
         self.masters: list[Tensor | None] = []
-        for table in tables:
+        for table in self.tables:
             table.collect_rows()
             values = table.weight.detach()
             if settings.dtype != "fp32":
@@ -111,10 +112,10 @@ class ValuesAdam:
     def state_tensors(self) -> dict[str, Tensor]:
         """`<table>.mean`, `<table>.square` and, where there is one, `<table>.master`; the tensors themselves, not copies."""
         tensors: dict[str, Tensor] = {}
-        for i, ((mean, square), master) in enumerate(zip(self.moments, self.masters, strict=True)):
-            tensors |= {f"{i}.mean": mean, f"{i}.square": square}
+        for name, (mean, square), master in zip(self.names, self.moments, self.masters, strict=True):
+            tensors |= {f"{name}.mean": mean, f"{name}.square": square}
             if master is not None:
-                tensors[f"{i}.master"] = master
+                tensors[f"{name}.master"] = master
         return tensors
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ def report(run: Run, config: Config, corpus: Corpus, model: Transformer) -> None
         run.say(f"no report: {corpus.path} has no test split (prepare it with held-out articles for one)")
         return
     best = run.checkpoints.load("best" if corpus.valid else "latest")
-    load_weights(model, best.tensors)
+    load_weights(model, best)
     run.say(f"evaluating step {best.step} on {split.documents:,} test documents")
     evaluation = evaluate(model, corpus, split, config)
     speed = measure_speed(model, corpus, split, config)

@@ -269,7 +269,7 @@ def test_a_layer_equals_the_reference_in_output_and_every_gradient(keys: str, no
     mask[1, 2] = False
     results = []
     for layer in layers(keys, norm, 12):
-        optimizer = ValuesAdam([layer.values], ValuesOptim())
+        optimizer = ValuesAdam({"values": layer.values}, ValuesOptim())
         inputs = x.clone().requires_grad_()
         out = layer(inputs, mask)
         out.square().sum().backward()
@@ -287,7 +287,7 @@ def test_a_layer_equals_the_reference_in_output_and_every_gradient(keys: str, no
 @pytest.mark.parametrize("keys", ["product", "flat"])
 def test_a_layer_compiles_whole_and_gives_the_same(keys: str) -> None:
     layer, _ = layers(keys, "batch", 64)
-    ValuesAdam([layer.values], ValuesOptim())
+    ValuesAdam({"values": layer.values}, ValuesOptim())
     compiled = torch.compile(layer, fullgraph=True)
     x = torch.randn(2, 50, 64, device=DEVICE, requires_grad=True)
     outs = []
@@ -309,7 +309,7 @@ def test_training_curves_with_triton_and_reference_agree() -> None:
     curves = []
     target = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for layer in layers("product", "batch", 64, knn=8, sub_keys=32):
-        values = ValuesAdam([layer.values], ValuesOptim(lr=1e-2))
+        values = ValuesAdam({"values": layer.values}, ValuesOptim(lr=1e-2))
         dense = torch.optim.Adam([p for p in layer.parameters() if p.requires_grad], lr=1e-3)
         generator = torch.Generator().manual_seed(2)
         losses = []

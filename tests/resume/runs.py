@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pkm.checkpoint import Checkpoints, verify
+from pkm.checkpoint import Checkpoints
+from pkm.manifest import verify
 from pkm.metrics import read
 from pkm.run import read_status
 from tests.warm import Ended, Job, Server
