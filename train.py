@@ -46,10 +46,11 @@ def main() -> int:
     device = pick_device(config)
     set_up(config, device)
     dist.start(device)
-    resolved.refuse(impossible_for(config, dist.world_size()))
     stop = dist.StopFlag().install()  # SIGTERM, SIGUSR1, Ctrl-C or a file STOP: save, then leave
+    with dist.together():  # what one rank cannot do ends all of them
+        resolved.refuse(impossible_for(config, dist.world_size()))
+        corpus = open_corpus(config.corpus.path)
 
-    corpus = open_corpus(config.corpus.path)
     with Run.open(config, resolved.yaml) as run:  # directory, lock, log; refuses what cannot go on
         if run.is_finished():
             run.say(f"{run.directory} is finished; its report is {run.directory}/report.md")
@@ -58,10 +59,10 @@ def main() -> int:
         optim = build_optimizers(config.optim, model)
         state = restore(run, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
         state = train(config, run, corpus, model, optim, state, stop)
-        stop.restore()  # what follows is quick to do again
         if state.step == config.optim.steps:
-            report(run, config, corpus, model)
-            run.status("finished", state.step, "all steps done, report written")
+            with run.stops_in_report(state.step):
+                report(run, config, corpus, model, stop)
+                run.status("finished", state.step, "all steps done, report written")
     dist.stop()
     return 0
 

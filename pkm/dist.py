@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -128,12 +129,19 @@ def together(group: Group = None) -> Iterator[None]:
     raise ToldElsewhere(*cast(Any, met[first])) from error
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether `error` says that another rank ended while this one was waiting for it."""
-    if isinstance(error, td.DistError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in ("gloo", "connection", "nccl", "tcpstore"))
+def loss_of_rank(error: BaseException | None) -> str | None:
+    """What was noticed, if `error` says that another rank ended while this one was waiting for it."""
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error).partition("This is typically")[0].strip()  # gloo's advice, which is none here
+    signs = ("gloo", "connection", "nccl", "tcpstore")
+    if isinstance(error, td.DistError) or any(sign in text.lower() for sign in signs):
+        return re.sub(r"^\[\S+:\d+\] ", "", text).splitlines()[0].rstrip(".")
+    return None
+
+
+class Stopped(Exception):
+    """The run was asked to stop; says why."""
 
 
 class StopFlag:
@@ -190,3 +198,9 @@ class StopFlag:
         agreed = torch.tensor(REASONS.index(reason))
         td.all_reduce(agreed, op=td.ReduceOp.MAX)
         return REASONS[int(agreed)]
+
+    def check(self, run_directory: Path) -> None:
+        """Stopped if `requested`. Every rank must call it at the same point."""
+        reason = self.requested(run_directory)
+        if reason is not None:
+            raise Stopped(reason)

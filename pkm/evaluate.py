@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -58,9 +58,14 @@ class Speed:
 
 
 def evaluate(
-    model: Transformer, corpus: Corpus, split: Split, config: Config, documents: int | None = None
+    model: Transformer,
+    corpus: Corpus,
+    split: Split,
+    config: Config,
+    documents: int | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Score the first `documents` of `split` (None = all) in windows of the context.
+    """Score the first `documents` of `split` (None = all) in windows of the context; `between` is called before each batch.
 
     perplexity per BPE token is exp(nll / tokens), per word exp(nll / words), where nll is the total over all tokens but
     the first of the split; bits per byte is given for a whole split only. Usage and KL are those of the slots read for
@@ -71,6 +76,7 @@ def evaluate(
     nll, tokens, words = 0.0, 0, 0
     with _inference(model), recording(model):
         for inputs, targets in _batches(split, config, documents):
+            between()
             ids, wanted = _to(model, inputs), _to(model, targets)
             with autocast(ids.device, pick_precision(config, ids.device)):
                 nll += float(model(ids, wanted))

@@ -44,9 +44,9 @@ class Metrics:
 
     def write(self, step: int, kind: Kind, **values: Any) -> None:
         """Append a record and hand it to the system at once; only rank 0 does. UserError if the disk is full."""
+        self.last_step = step
         if not dist.is_main():
             return
-        self.last_step = step
         record = _plain({"kind": kind, "step": step, "time": time.time(), **values})
         with files.explained(self.path):
             if self._file is None:

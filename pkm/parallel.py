@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -102,6 +103,8 @@ def distribute(model: Transformer) -> nn.Module:
         return model
     values = [f"blocks.{layer - 1}.memory.values.weight" for layer, _ in model.memories()]
     DDP._set_params_and_buffers_to_ignore_for_model(model, values)
+    # torch 2.13 is about to rename a setting; both versions that pkm runs on take the old name.
+    warnings.filterwarnings("ignore", ".*broadcast_buffers.* is deprecated", FutureWarning)
     # Every rank has built or loaded the same weights; nothing needs to be sent before the first step.
     wrapped = DDP(model, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False)
     wrapped.register_comm_hook(None, _sum)

@@ -14,7 +14,8 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from rich.console import Console
 from pkm import configfile, dist, files
 from pkm.checkpoint import Checkpoints
 from pkm.config import MAY_CHANGE, OPEN_ENDED, Config
-from pkm.errors import UserError
+from pkm.errors import ToldElsewhere, UserError
 from pkm.lock import Lock
 from pkm.metrics import Metrics
 
@@ -44,7 +45,7 @@ class Run:
             self.directory / "checkpoints", save.keep, self._warn, self.metrics.sync, save.in_background
         )
         self._lock = Lock(self.directory / "lock")
-        self._status: dict[str, Any] = {}
+        self._found: dict[str, Any] = {}
 
     @classmethod
     def open(cls, config: Config, resolved_yaml: str) -> Run:
@@ -66,7 +67,7 @@ class Run:
                 except BaseException:
                     run._lock.release()
                     raise
-        run._status = read_status(run.directory)
+        run._found = dist.broadcast_object(read_status(run.directory))
         return run
 
     def _take_up(self, resolved_yaml: str) -> None:
@@ -92,18 +93,47 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, SystemExit) and self._status.get("state") != "finished":
+        lost = dist.loss_of_rank(error)
+        if error is not None and not isinstance(error, SystemExit | ToldElsewhere):
             # The disk may be full: that must not hide the error itself.
             with suppress(OSError, UserError):
-                reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-                self.status("failed", max(self._status.get("step", 0), self.metrics.last_step), reason)
+                self._fail(error, lost)
+        if isinstance(error, UserError):
+            with suppress(UserError, RuntimeError):
+                self.checkpoints.wait()
         with suppress(OSError):
             self.metrics.close()
         self._lock.release()
+        if lost:
+            raise UserError(
+                f"another rank has ended, and this one ends with it: {read_status(self.directory).get('reason', lost)}",
+                where=str(self.directory),
+                fix="see what that rank said, here or in log.txt; the same command goes on from the newest checkpoint",
+            ) from error
+
+    def _fail(self, error: BaseException, lost: str | None) -> None:
+        """Any rank may have to say why the run failed: the others hear of it only by its silence."""
+        said = read_status(self.directory)
+        over = said.get("state") == "stopped" or (lost and said.get("state") == "failed")
+        if said.get("state") == "finished" or (over and said != self._found):
+            return
+        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+        if not isinstance(error, UserError | KeyboardInterrupt):
+            reason = f"{type(error).__name__}: {reason}"
+        if dist.world_size() > 1:
+            reason = f"rank {dist.rank()} " + (f"lost another rank: {lost}" if lost else f"failed: {reason}")
+        self._write_status("failed", max(said.get("step", 0), self.metrics.last_step), reason)
+        self._log(f"failed: {reason}")
 
     def status(self, state: State, step: int, reason: str | None = None) -> None:
-        """Write status.json. "stopped" says that a checkpoint is written, and so the file STOP was obeyed: it goes."""
-        self._status = {
+        """Write status.json; rank 0 does. "stopped" says that a checkpoint is written, so the file STOP was obeyed and goes."""
+        if dist.is_main():
+            self._write_status(state, step, reason)
+            if state == "stopped":
+                (self.directory / dist.STOP_FILE).unlink(missing_ok=True)
+
+    def _write_status(self, state: State, step: int, reason: str | None) -> None:
+        status = {
             "state": state,
             "step": step,
             "reason": reason,
@@ -111,15 +141,26 @@ class Run:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        if not dist.is_main():
-            return
-        files.atomic_write(self.directory / "status.json", json.dumps(self._status, indent=1) + "\n")
-        if state == "stopped":
-            (self.directory / dist.STOP_FILE).unlink(missing_ok=True)
+        files.atomic_write(self.directory / "status.json", json.dumps(status, indent=1) + "\n")
+
+    @contextmanager
+    def stops_in_report(self, step: int) -> Iterator[None]:
+        """After the last step: whoever interrupts the report leaves a run that the same command finishes."""
+        reason = None
+        try:
+            yield
+        except dist.Stopped as stopped:
+            reason = str(stopped)
+        except KeyboardInterrupt:
+            self.status("stopped", step, "interrupted")
+            raise
+        if reason is not None:
+            self.status("stopped", step, reason)
+            self.say(f"stopped before the report was written ({reason}); the same command writes it")
 
     def is_finished(self) -> bool:
-        """Whether all steps that the config asks for were done."""
-        return self._status.get("state") == "finished" and self._status.get("step", 0) >= self.config.optim.steps
+        """Whether all steps that the config asks for had been done when it was opened."""
+        return self._found.get("state") == "finished" and self._found.get("step", 0) >= self.config.optim.steps
 
     def say(self, line: str) -> None:
         """Show a line and append it to log.txt; only rank 0 does."""
@@ -129,6 +170,9 @@ class Run:
             self.console.print(line)
         else:
             print(line, flush=True)
+        self._log(line)
+
+    def _log(self, line: str) -> None:
         # A full disk is reported by what must be written; the log need not be.
         with suppress(OSError), (self.directory / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")

@@ -152,7 +152,8 @@ def test_a_run_that_fails_says_why_and_lets_go(opened, error):
         raise error
     status = read_status(opened.directory)
     assert (status["state"], status["step"]) == ("failed", 7)
-    assert status["reason"] == (str(error) or "interrupted")
+    named = "RuntimeError: boom" if isinstance(error, RuntimeError) else str(error)
+    assert status["reason"] == (named or "interrupted")
     with opened():
         assert "took over" not in opened.heard()
 

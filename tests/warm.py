@@ -11,10 +11,13 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +65,44 @@ class Job:
 
     def wait(self) -> Ended:
         self.heard += self.out
-        code = self.server.ask(wait=self.pid)
+        return self.ended(self.server.ask(wait=[self.pid])[1])
+
+    def ended(self, code: int) -> Ended:
         return Ended(code, "".join(self.heard), self.err.read_text())
+
+
+class Ranks:
+    """Several processes of one job."""
+
+    GRACE_SECONDS = 30
+
+    def __init__(self, jobs: list[Job]):
+        self.jobs = jobs
+
+    def signal(self, number: int) -> None:
+        for job in self.jobs:
+            with suppress(ProcessLookupError):
+                job.signal(number)
+
+    def wait(self) -> list[Ended]:
+        """As torchrun: when one of them fails the others get SIGTERM, and after `GRACE_SECONDS` SIGKILL."""
+        hearing = [threading.Thread(target=lambda job=job: job.heard.extend(job.out)) for job in self.jobs]
+        for thread in hearing:
+            thread.start()
+        codes: dict[int, int] = {}
+        last_resort = threading.Timer(self.GRACE_SECONDS, self.signal, [signal.SIGKILL])
+        while len(codes) < len(self.jobs):
+            pid, code = self.jobs[0].server.ask(wait=[job.pid for job in self.jobs if job.pid not in codes])
+            codes[pid] = code
+            if code != 0 and not last_resort.is_alive():
+                last_resort.start()
+                for job in self.jobs:
+                    if job.pid not in codes:
+                        job.signal(signal.SIGTERM)
+        last_resort.cancel()
+        for thread in hearing:
+            thread.join()
+        return [job.ended(codes[job.pid]) for job in self.jobs]
 
 
 class Server:
@@ -102,6 +141,18 @@ class Server:
     def run(self, *arguments: str, **options: Any) -> Ended:
         return self.start(*arguments, **options).wait()
 
+    def start_ranks(self, ranks: int, *arguments: str, on: dict[int, dict[str, Any]] | None = None) -> Ranks:
+        """Run train.py on that many ranks; `on[r]` are the options of rank r, as those of `start`."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        jobs = []
+        for rank in range(ranks):
+            options = dict((on or {}).get(rank, {}))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **options.pop("environment", {})}
+            jobs.append(self.start(*arguments, environment=own, **options))
+        return Ranks(jobs)
+
     def close(self) -> None:
         self.process.stdin.close()  # type: ignore[union-attr]
         self.process.wait()
@@ -118,10 +169,15 @@ def _serve() -> None:
     for name in IMPORTED_LATE:
         importlib.import_module(name)
     importlib.import_module("pkm.version").code_version()
+    ended: dict[int, int] = {}
     for line in sys.stdin:
-        request = json.loads(line)
+        request, answer = json.loads(line), None
         if "wait" in request:
-            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+            while not ended.keys() & request["wait"]:
+                pid, status = os.wait()
+                ended[pid] = os.waitstatus_to_exitcode(status)
+            first = next(pid for pid in ended if pid in request["wait"])
+            answer = [first, ended.pop(first)]
         else:
             out = os.open(request["out"], os.O_WRONLY)
             answer = os.fork()

@@ -10,6 +10,7 @@ import torch
 
 from pkm.config import Config
 from pkm.corpus.store import Corpus
+from pkm.dist import StopFlag
 from pkm.evaluate import Evaluation, Speed, evaluate, measure_speed
 from pkm.files import atomic_write
 from pkm.model import Transformer
@@ -18,8 +19,11 @@ from pkm.run import Run
 from pkm.trainer import load_weights
 
 
-def report(run: Run, config: Config, corpus: Corpus, model: Transformer) -> None:
-    """Evaluate the checkpoint with the lowest validation loss (the last one, without validation) on the test split."""
+def report(run: Run, config: Config, corpus: Corpus, model: Transformer, stop: StopFlag) -> None:
+    """Evaluate the checkpoint with the lowest validation loss (the last one, without validation) on the test split.
+
+    dist.Stopped, with nothing written, if the run is told to stop meanwhile.
+    """
     split = corpus.test
     if split is None:
         run.say(f"no report: {corpus.path} has no test split (prepare it with held-out articles for one)")
@@ -27,8 +31,9 @@ def report(run: Run, config: Config, corpus: Corpus, model: Transformer) -> None
     best = run.checkpoints.load("best" if corpus.valid else "latest")
     load_weights(model, best)
     run.say(f"evaluating step {best.step} on {split.documents:,} test documents")
-    evaluation = evaluate(model, corpus, split, config)
+    evaluation = evaluate(model, corpus, split, config, between=lambda: stop.check(run.directory))
     speed = measure_speed(model, corpus, split, config)
+    stop.check(run.directory)
     run.metrics.write(config.optim.steps, "test", **evaluation.record())
     record = report_record(config, model, best.step, evaluation, speed)
     atomic_write(run.directory / "report.json", json.dumps(record, indent=2, allow_nan=False) + "\n")

@@ -24,7 +24,7 @@ def test_a_signal_saves_and_exits_0_and_the_run_ends_bit_identical(runs, name):
 @pytest.mark.parametrize("step", [8, 12, 24], ids=["saved anyway", "saved and evaluated anyway", "last"])
 def test_a_signal_in_a_step_that_is_saved_anyway_saves_once(runs, step):
     assert stop(runs, f"at-{step}", "SIGTERM", step=step).code == 0
-    assert runs.status(f"at-{step}")[0] == ("stopped" if step < 24 else "finished")
+    assert runs.status(f"at-{step}") == ("stopped", step, "SIGTERM")
     assert runs.run(f"at-{step}").code == 0
     assert runs.outcome(f"at-{step}") == runs.outcome("whole")
 
