@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pkm.errors import UserError, exits_cleanly
+from pkm.text.cache import Remembered
 from pkm.text.filter import dies_with_its_reader, read_blocks, run_filter
 from pkm.text.merges import Merges
 from pkm.text.vocab import CONTINUES, encode_file, format_counts, read_counts, read_lines
@@ -177,23 +178,15 @@ def count_words(texts: Iterable[str]) -> Counter[str]:
 
 
 class Applier:
-    """Codes applied to running text, remembering the words already seen, at most `remember` of them."""
+    """Codes applied to running text, remembering the pieces of at most `remember` words."""
 
-    def __init__(self, codes: Codes, vocab: Container[str] | None = None, remember: int = 2_000_000):
-        self._codes, self._vocab, self._remember = codes, vocab, remember
-        self._seen: dict[str, str] = {"": ""}
+    def __init__(self, codes: Codes, vocab: Container[str] | None = None, remember: int = 1_000_000):
+        self._pieces = Remembered(lambda word: " ".join(codes.pieces(word, vocab)) if word else "", remember)
 
     def apply(self, text: str) -> str:
         """Whole lines, newlines included, -> whole lines in pieces."""
-        return "\n".join(" ".join(map(self._word, line.split(" "))) for line in text.split("\n"))
-
-    def _word(self, word: str) -> str:
-        pieces = self._seen.get(word)
-        if pieces is None:
-            if len(self._seen) >= self._remember:
-                self._seen = {"": ""}
-            pieces = self._seen[word] = " ".join(self._codes.pieces(word, self._vocab))
-        return pieces
+        pieces = self._pieces.__getitem__
+        return "\n".join(" ".join(map(pieces, line.split(" "))) for line in text.split("\n"))
 
 
 @exits_cleanly

@@ -7,6 +7,9 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 
+LONGEST = 64
+"""Keys of more characters are computed every time: they seldom come again, and the bound on entries is one on memory."""
+
 
 class Remembered(dict[str, Value]):
     """`memory[key]` is compute(key), computed once for as long as the memory lasts.
@@ -25,6 +28,8 @@ class Remembered(dict[str, Value]):
         value = self._old.pop(key, None)
         if value is None:
             value = self._compute(key)
+            if len(key) > LONGEST:
+                return value
         if len(self) >= self._half:
             self._old = dict(self)
             self.clear()

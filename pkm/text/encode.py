@@ -23,8 +23,8 @@ from pkm.text.vocab import CONTINUES, EOS_ID, UNK_ID, Vocab
 
 Backend = Literal["pkm", "sacremoses", "fastbpe"]
 
-_BYTES_PER_WORD = 320
-"""Memory of a remembered chunk or word with its ids: text, bytes object and a dictionary's entry, rounded up."""
+_BYTES_REMEMBERED = 256
+"""Memory of a remembered chunk or word with its ids: text, bytes object and a dictionary's entry (measured: 240)."""
 
 
 class Encoder:
@@ -33,7 +33,7 @@ class Encoder:
     codes, vocab      pieces outside the vocabulary are split on, as `applybpe CODES VOCAB` does; what is left is <unk>
     escape            write Moses' entities (tokenizer.perl without -no-escape)
     normalize         "xlm": first the normalising chain of the paper's code base
-    cache_megabytes   bound on what is remembered; the encoder needs about 100 MB beside it
+    cache_megabytes   bound on what is remembered; a process needs about 100 MB beside it
     backend           "sacremoses" tokenizes, "fastbpe" splits with that library instead, to compare: the ids of the
                       latter are the same, those of the former nearly
     """
@@ -45,7 +45,7 @@ class Encoder:
         *,
         escape: bool = False,
         normalize: Normalization = None,
-        cache_megabytes: int = 384,
+        cache_megabytes: int = 512,
         backend: Backend = "pkm",
     ):
         """Raises UserError for a backend that is not installed and for settings that do not exist."""
@@ -60,7 +60,7 @@ class Encoder:
         self._ends = np.append(vocab.word_ends, False)
         self._pieces = self._piece_maker(backend)
         self._tokens = sacremoses_tokens(escape) if backend == "sacremoses" else None
-        capacity = cache_megabytes * 1_000_000 // _BYTES_PER_WORD
+        capacity = cache_megabytes * 1_000_000 // _BYTES_REMEMBERED
         self._words = Remembered(self._word_ids, capacity // 3)
         self._chunks = Remembered(self._chunk_ids, capacity - capacity // 3)
 

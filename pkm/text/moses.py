@@ -22,6 +22,9 @@ __all__ = ["Normalization", "Tokenizer", "WordCounter", "detokenize", "tokenize"
 
 Normalization = Literal["xlm"] | None
 
+_MOST_CHARACTERS = 1 << 29
+"""Of text that WordCounter keeps chunks of at a time: bounds its memory for text in which chunks do not come again."""
+
 
 def tokenize(text: str, escape: bool = False, normalize: Normalization = None) -> str:
     """Lines -> their tokens with single spaces between, as Moses prints them."""
@@ -58,11 +61,13 @@ class WordCounter:
         self._escape, self._normalize, self._remember = escape, normalize, remember
         self._chunks: Counter[str] = Counter()
         self._words: Counter[str] = Counter()
+        self._characters = 0
 
     def add(self, text: str) -> None:
         """Count a document."""
         self._chunks.update(document_keys(normalize_xlm(text) if self._normalize == "xlm" else text))
-        if len(self._chunks) > self._remember:
+        self._characters += len(text)
+        if len(self._chunks) > self._remember or self._characters > _MOST_CHARACTERS:
             self._tokenize_chunks()
 
     def words(self) -> Counter[str]:
@@ -77,6 +82,7 @@ class WordCounter:
                 self._words[word] += count
         del self._words[""]
         self._chunks.clear()
+        self._characters = 0
 
 
 @exits_cleanly

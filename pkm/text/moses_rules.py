@@ -76,7 +76,7 @@ def is_blank(line: str) -> bool:
 
 def split_symbols(text: str) -> str:
     """Spaces around whatever is no letter, digit or space nor one of . ' ` , -"""
-    return " ".join(_SYMBOL.split(text))
+    return text if text.isascii() and text.isalnum() else " ".join(_SYMBOL.split(text))
 
 
 def split_marks(text: str) -> str:

@@ -8,24 +8,21 @@ characters (U+001C to U+001F) for spaces.
 from __future__ import annotations
 
 
-def _code_points(ranges: str) -> set[int]:
-    """Code points of a list of hexadecimal ranges such as "30-39 AA"."""
-    points: set[int] = set()
-    for item in ranges.split():
-        first, _, last = item.partition("-")
-        points.update(range(int(first, 16), int(last or first, 16) + 1))
-    return points
+def _ranges(lists: str) -> list[tuple[int, int]]:
+    """(first, last) code points of hexadecimal ranges such as "30-39 AA", in order; those that touch are joined."""
+    pairs = sorted((item.split("-") for item in lists.split()), key=lambda pair: int(pair[0], 16))
+    joined: list[tuple[int, int]] = []
+    for pair in pairs:
+        first, last = int(pair[0], 16), int(pair[-1], 16)
+        if joined and joined[-1][1] + 1 == first:
+            first = joined.pop()[0]
+        joined.append((first, last))
+    return joined
 
 
 def _class_body(*lists: str) -> str:
     """The inside of a character class that holds every code point of the lists."""
-    points = sorted(set().union(*map(_code_points, lists)))
-    body, start = [], 0
-    for i in range(1, len(points) + 1):
-        if i == len(points) or points[i] != points[i - 1] + 1:
-            body.append(f"\\U{points[start]:08x}-\\U{points[i - 1]:08x}")
-            start = i
-    return "".join(body)
+    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in _ranges(" ".join(lists)))
 
 
 # Stored as disjoint lists: Alnum = ALPHA + DIGIT, N = DIGIT + OTHER_NUMBER.
@@ -247,4 +244,4 @@ r"""`\s`."""
 CURRENCY = _class_body(_CURRENCY)
 r"""`\p{Sc}`."""
 
-SPACE_CHARACTERS = frozenset(map(chr, _code_points(_SPACE)))
+SPACE_CHARACTERS = frozenset(chr(i) for first, last in _ranges(_SPACE) for i in range(first, last + 1))

@@ -132,7 +132,7 @@ def test_a_full_memory_changes_nothing_and_stays_bounded():
         for line in text.split("\n"):
             small.encode(line, out)
     assert first == second
-    capacity = 1_000_000 // 320
+    capacity = 1_000_000 // 256
     assert small.remembered() <= capacity
 
 

@@ -99,3 +99,10 @@ def test_word_counts_are_those_of_the_tokens(normalize):
     for word in tokenize(text, normalize=normalize).split():
         expected[word] = expected.get(word, 0) + 1
     assert dict(counter.words()) == expected
+
+
+def test_long_lines_that_are_one_key_are_not_remembered():
+    tokenizer = Tokenizer()
+    for i in range(100):
+        tokenizer.text(f"a line with a control character \0 and a number {i} that is longer than a word")
+    assert len(tokenizer._tokens) == 0
