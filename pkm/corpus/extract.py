@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import signal
 import sys
@@ -36,6 +35,12 @@ def extract(html: str) -> str | None:
         raise Damaged("extraction crashed") from error
 
 
+def close() -> None:
+    """End the sandbox's process, if one runs; the next page starts another."""
+    if _sandbox is not None:
+        _sandbox[0]._cleanup_process()
+
+
 class _Extract:
     """What runs in the sandbox."""
 
@@ -60,6 +65,5 @@ def _running() -> tuple[Any, Any]:
 
         # Its own deduplication remembers earlier pages: the result would depend on who read what.
         sandbox = ExtractorSandbox(timeout=SECONDS, warmup_text=_DIE_WITH_PARENT)
-        atexit.register(sandbox._cleanup_process)
         _sandbox = sandbox, _Extract(Trafilatura(favour_precision=True, deduplicate=False, timeout=SECONDS))
     return _sandbox

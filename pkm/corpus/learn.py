@@ -11,7 +11,7 @@ from typing import Any
 import zstandard
 
 from pkm.corpus.settings import PrepareConfig
-from pkm.corpus.stage import peak_kilobytes
+from pkm.corpus.stage import cpu_seconds, peak_kilobytes
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained
 
@@ -31,7 +31,7 @@ def learn(
     from pkm.text.bpe import learn as learn_codes
     from pkm.text.vocab import Vocab
 
-    began, worked = time.monotonic(), time.process_time()
+    began, worked = time.monotonic(), cpu_seconds()
     words = merged(counts)
     if not words:
         raise UserError("there is no word to learn subwords from", "sources", "check what the corpus is read from")
@@ -43,7 +43,7 @@ def learn(
         "tasks": 1,
         "words": sum(words.values()),
         "seconds": time.monotonic() - began,
-        "cpu_seconds": time.process_time() - worked,
+        "cpu_seconds": cpu_seconds() - worked,
         "peak_kilobytes": peak_kilobytes(),
     }
     say(f"{len(words):,} different words in the sample; a vocabulary of {vocab.size:,}")

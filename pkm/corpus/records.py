@@ -10,12 +10,12 @@ from typing import Literal
 class Skipped:
     """A record that gave no article.
 
-    kind   damaged: it cannot be read; too_large: over the set size; other: sound, but not an article (an image, say)
+    kind   damaged: it cannot be read; too_large: over the set size; not_an_article: sound, but an image, say
     where  file and line, byte or row group
     lost   bytes on disk that could not be read because of it, beyond the record itself
     """
 
-    kind: Literal["damaged", "too_large", "other"]
+    kind: Literal["damaged", "too_large", "not_an_article"]
     where: str
     why: str
     lost: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,10 +24,12 @@ from pkm.corpus.store import SPLITS, Corpus
 from pkm.files import free_bytes
 
 # Measured on one core of a 2-core cloud machine (benchmarks/results/prepare-cpu.md), in bytes of text a second.
-READ_RATE, HTML_RATE, LEARN_SECONDS = 8e6, 4e5, 120
-ENCODE_RATE = 4e6
-# Bytes on disk for each byte of text: articles in between (compressed), and ids (2 bytes for about 4.5 characters).
-SPOOL_SHARE, IDS_SHARE, CHUNK_SHARE = 0.42, 0.47, 0.45
+READ_RATE, ENCODE_RATE, COUNT_RATE = 11e6, 4e6, 8e6
+HTML_RATE = 1.5e6
+LEARN_SECONDS = 60
+# Text that is left of a page; bytes on disk for each byte of text: articles in between (compressed), ids, chunks.
+ARTICLE_SHARE = 0.1
+SPOOL_SHARE, IDS_SHARE, CHUNK_SHARE = 0.36, 0.40, 0.36
 PLAIN_LINE_SECONDS = 30.0
 
 
@@ -62,27 +65,31 @@ def show_plan(config: PrepareConfig, inputs: list[Input], console: Console) -> N
     large = [file for file in inputs if needs_unpacking(file, target)]
     tasks = sum(1 for _ in units_of((p for f in inputs if f not in large for p in pieces_of(f, target)), target))
     tasks += sum(-(-file.text_bytes // target) for file in large)
-    workers = config.executor.workers or (cores() if config.executor.kind == "local" else tasks)
-    seconds, disk = _estimates(inputs, min(workers, tasks), large, config)
+    workers = min(tasks, config.executor.workers or (cores() if config.executor.kind == "local" else tasks))
+    seconds, disk, left = _estimates(inputs, workers, large, config)
     console.print(
-        f"{len(inputs):,} files, {tasks:,} tasks on {config.executor.kind} executor with {workers} workers; about "
-        f"{duration(seconds)}, {size(disk)} of disk meanwhile and "
-        f"{size(sum(f.text_bytes for f in inputs) * IDS_SHARE)} in the end ({size(free_bytes(config.directory))} free)"
+        f"{len(inputs):,} files; {tasks:,} tasks, {workers} at a time ({config.executor.kind}): about {duration(seconds)}, "
+        f"{size(disk)} of disk meanwhile, {size(left)} in the end "
+        f"({size(free_bytes(config.directory))} are free)",
+        highlight=False,
     )
     if disk > free_bytes(config.directory):
         console.print(f"[bold]the disk of {config.directory} may be too small[/bold]")
 
 
-def _estimates(inputs: list[Input], workers: int, large: list[Input], config: PrepareConfig) -> tuple[float, float]:
-    """(seconds, bytes of disk) a preparation is expected to need."""
+def _estimates(
+    inputs: list[Input], workers: int, large: list[Input], config: PrepareConfig
+) -> tuple[float, float, float]:
+    """(seconds, bytes of disk meanwhile, bytes in the end) that a preparation is expected to need."""
     text = sum(file.text_bytes for file in inputs)
     html = sum(file.text_bytes for file in inputs if file.format == "warc")
     seconds = ((text - html) / READ_RATE + html / HTML_RATE + text / ENCODE_RATE) / max(1, workers)
     if config.subwords.codes_file is None:
         sample = min(text, config.subwords.sample_megabytes * 2**20)
-        seconds += sample / ENCODE_RATE / max(1, workers) + LEARN_SECONDS * min(1, config.subwords.codes / 60000)
-    disk = text * (SPOOL_SHARE + IDS_SHARE) + sum(file.text_bytes for file in large) * CHUNK_SHARE
-    return seconds, disk
+        seconds += sample / COUNT_RATE / max(1, workers) + LEARN_SECONDS * min(1, config.subwords.codes / 60000)
+    articles = text - html * (1 - ARTICLE_SHARE)
+    disk = articles * (SPOOL_SHARE + IDS_SHARE) + sum(file.text_bytes for file in large) * CHUNK_SHARE
+    return seconds, disk, articles * IDS_SHARE
 
 
 @contextmanager
@@ -119,7 +126,8 @@ class _Meter:
     def rate(self, stage: Stage, progress: StageProgress) -> str:
         now = time.monotonic()
         began, words = self._began.setdefault(stage.name, (now, progress.words))
-        return f"{(progress.words - words) / (now - began):,.0f} words/s" if now > began + 1 else ""
+        met = progress.words - words
+        return f"{met / (now - began):,.0f} words/s" if met and now > began + 1 else ""
 
 
 class _PlainProgress:
@@ -134,9 +142,9 @@ class _PlainProgress:
         now, total = time.monotonic(), max(1, sum(stage.costs))
         ended = len(progress.reports) == len(stage.costs)
         began, before = self._began.setdefault(stage.name, (now, progress.bytes_done))
-        if not ended and now < self._next.get(stage.name, 0):
+        if now < self._next.get(stage.name, 0) and not (ended and self._next[stage.name] < math.inf):
             return
-        self._next[stage.name] = now + PLAIN_LINE_SECONDS
+        self._next[stage.name] = math.inf if ended else now + PLAIN_LINE_SECONDS
         left = ""
         if not ended and progress.bytes_done > before:
             pace = (progress.bytes_done - before) / (now - began)
@@ -153,10 +161,12 @@ def show_outcome(outcome: Outcome, seconds: float, console: Console) -> None:
     """Times, speed and memory of every stage."""
     table = Table("stage", "tasks", "words", "seconds of work", "CPU seconds", "words/CPU s", "peak memory of a worker")
     for title, stage in outcome.stages.items():
-        seconds, cpu = stage["seconds"], stage["cpu_seconds"]
+        cpu = stage["cpu_seconds"]
         rate = f"{stage['words'] / cpu:,.0f}" if cpu > 0 and stage["words"] else ""
         memory = size(stage["peak_kilobytes"] * 1024)
-        table.add_row(title, f"{stage['tasks']:,}", f"{stage['words']:,}", f"{seconds:.1f}", f"{cpu:.1f}", rate, memory)
+        table.add_row(
+            title, f"{stage['tasks']:,}", f"{stage['words']:,}", f"{stage['seconds']:.1f}", f"{cpu:.1f}", rate, memory
+        )
     console.print(table)
     console.print(f"prepared in {duration(seconds)}")
 

@@ -29,7 +29,7 @@ FORMATS = {
     ".wet": "warc",
 }
 # News text compresses about so well: for estimates, and to cut compressed and plain files alike.
-RATIO = 3
+RATIO = 4
 PIECES = 64
 SMALLEST_PIECE, LARGEST_PIECE = 4 * MIB, 64 * MIB
 FILES_OF_A_UNIT = 5000

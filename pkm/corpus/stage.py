@@ -71,7 +71,9 @@ class Tick:
             return
         self._next = now + TICK_SECONDS
         state = {"pid": os.getpid(), "host": socket.gethostname(), "share": min(share, 1.0), "words": words}
-        self._path.write_text(json.dumps(state))
+        # Nobody is helped by a task that fails because it cannot say how far it is.
+        with suppress(OSError):
+            self._path.write_text(json.dumps(state))
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Task:
             return
         tick = Tick(running)
         tick(0, 0)
-        began, worked = time.monotonic(), time.process_time()
+        began, worked = time.monotonic(), cpu_seconds()
         try:
             result = self.run(self.work, rank, tick)
         except Exception as error:
@@ -107,7 +109,7 @@ class Task:
             raise RuntimeError(f"task {rank} of {self.stage} failed") from None
         result |= {
             "seconds": time.monotonic() - began,
-            "cpu_seconds": time.process_time() - worked,
+            "cpu_seconds": cpu_seconds() - worked,
             "peak_kilobytes": peak_kilobytes(),
         }
         atomic_write(report, json.dumps(result, ensure_ascii=False))
@@ -119,6 +121,13 @@ def silence() -> None:
     from loguru import logger
 
     logger.disable("datatrove")
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of those it has waited for."""
+    return sum(
+        u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
 
 
 def peak_kilobytes() -> int:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import zstandard
 
+from pkm.corpus import extract
 from pkm.corpus.decide import Fate
 from pkm.corpus.filters import Filter
 from pkm.corpus.readers import read_piece
@@ -79,7 +80,7 @@ class Tally:
     def skip(self, found: Skipped) -> None:
         self.dropped[found.kind] += 1
         self.lost_bytes += found.lost
-        if found.kind != "other" and len(self.named) < NAMED:
+        if found.kind != "not_an_article" and len(self.named) < NAMED:
             self.named.append([found.kind, found.where, found.why])
 
     def report(self) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     for piece in pieces:
         seen = 0
         for found in _found(piece, limit):
-            tally.records += not (isinstance(found, Skipped) and found.kind == "other")
+            tally.records += not (isinstance(found, Skipped) and found.kind == "not_an_article")
             if isinstance(found, Skipped):
                 tally.skip(found)
                 continue
@@ -190,10 +191,12 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
             tick((done + min(seen, piece.text_bytes)) / total, tally.words)
         done += piece.text_bytes
     spool.close()
+    extract.close()
     return {**tally.report(), "documents": spool.documents, "bytes": spool.bytes}
 
 
 def _found(piece: Piece, limit: int) -> Iterator[Found]:
+    """What a piece holds. An error of the file system or the network ends the preparation, not just the file."""
     try:
         yield from read_piece(piece, limit)
     except OSError as error:

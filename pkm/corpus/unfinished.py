@@ -74,6 +74,8 @@ def keep_what_stands(config: PrepareConfig, inputs: list[Input], work: Path, say
     atomic_write(file, json.dumps(keys))
     for name in ("unpack", "read", "decide", "count", "learn", "encode", "corpus"):
         (work / name).mkdir(exist_ok=True)
+        for unfinished in (work / name).glob(".*.tmp"):
+            unfinished.unlink(missing_ok=True)
     atomic_write(work / "config.json", config.model_dump_json())
 
 

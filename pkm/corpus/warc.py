@@ -246,7 +246,7 @@ def _record(
         skipped = stream.skip(length)
         if skipped < length:
             raise Damaged("the file ends in the middle of a record")
-        yield too_large(where, limit) if article else Skipped("other", where, f"a record of type {kind[:40]}")
+        yield too_large(where, limit) if article else Skipped("not_an_article", where, f"a record of type {kind[:40]}")
         return
     content = stream.take(length)
     if len(content) < length:
@@ -282,7 +282,7 @@ def _article(headers: dict[str, str], kind: str, content: bytes, where: str, lim
     if kind == "response" and content.startswith(b"HTTP/"):
         head, body = _split_http(content)
         if head.get("status", "")[:1] != "2":
-            return Skipped("other", where, f"a response of status {head.get('status', '')[:3]}")
+            return Skipped("not_an_article", where, f"a response of status {head.get('status', '')[:3]}")
         charset = head.get("content-type", "")
         media = media or charset
         content = _body(head, body, limit)
@@ -293,9 +293,9 @@ def _article(headers: dict[str, str], kind: str, content: bytes, where: str, lim
     if media == "text/plain" and kind == "resource" and not headers.get("warc-target-uri", "").startswith("metadata:"):
         return decoded(content, where)
     if media not in HTML:
-        return Skipped("other", where, f"not a page but {media[:60] or 'of unknown type'}")
+        return Skipped("not_an_article", where, f"not a page but {media[:60] or 'of unknown type'}")
     text = extract(_decode_page(content, charset))
-    return Skipped("other", where, "a page without an article") if text is None else text
+    return Skipped("not_an_article", where, "a page without an article") if text is None else text
 
 
 def _split_http(content: bytes) -> tuple[dict[str, str], bytes]:

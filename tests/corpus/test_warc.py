@@ -54,14 +54,18 @@ def texts(count: int) -> list[str]:
 
 
 def read(path: Path, target: int | None = None, limit: int = LIMIT) -> list:
-    """Texts, and (kind, why) of what was skipped and is no `other`."""
+    """Texts, and (kind, why) of what was skipped and is damaged or too large."""
     file = list_inputs(PrepareConfig.model_validate({"name": "x", "sources": [{"path": str(path), "format": "warc"}]}))[
         0
     ]
     found = []
     for piece in pieces_of(file, target) if target else [Piece(file)]:
         found += read_piece(piece, limit)
-    return [(r.kind, r.why) if isinstance(r, Skipped) else r for r in found if isinstance(r, str) or r.kind != "other"]
+    return [
+        (r.kind, r.why) if isinstance(r, Skipped) else r
+        for r in found
+        if isinstance(r, str) or r.kind != "not_an_article"
+    ]
 
 
 def write(path: Path, data: bytes) -> Path:
