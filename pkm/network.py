@@ -52,8 +52,8 @@ def nccl(config: Config | None) -> Finding:
 
 
 def all_reduce_seconds(device: str, sizes: Sequence[int], group: Any = None, rounds: int = 5) -> dict[int, float]:
-    """Bytes -> seconds of the median all-reduce of fp32 numbers. UserError if a sum is wrong."""
-    ranks, seconds = dist.world_size(), {}
+    """Bytes -> seconds of the median all-reduce of fp32 numbers. UserError if a sum is wrong, once all are done."""
+    ranks, seconds, wrong = dist.world_size(), {}, []
     for count in sizes:
         x = torch.empty(count // 4, device=device)
         times = []
@@ -66,8 +66,10 @@ def all_reduce_seconds(device: str, sizes: Sequence[int], group: Any = None, rou
             if attempt:
                 times.append(time.perf_counter() - start)
             if not bool((x == ranks * (ranks + 1) / 2).all()):
-                raise UserError(f"a sum of {size(count)} over all ranks came out wrong", device)
+                wrong.append(count)
         seconds[count] = sorted(times)[len(times) // 2]
+    if wrong:
+        raise UserError(f"{len(wrong)} sums over all ranks came out wrong, the first one of {size(wrong[0])}", device)
     return seconds
 
 
@@ -86,7 +88,8 @@ def speed(backend: str, found: Sequence[dict[int, float]], config: Config | None
     text, largest = "all-reduce of " + ", ".join(parts), max(slowest)
     if config is not None:
         dense = 4 * parameters(config, vocab_size_of(config.corpus.path) or 0).dense
-        text += f"; the dense gradients of a step, {size(dense)}, take {dense / largest * slowest[largest]:.3f} s"
+        milliseconds = dense / largest * slowest[largest] * 1000
+        text += f"; the dense gradients of a step, {size(dense)}, take {milliseconds:.1f} ms"
     if backend == "nccl" and per_second[largest] < SLOW_NCCL:
         advice = "slow for GPUs: does NCCL fall back to TCP? NCCL_DEBUG=INFO tells which network it uses"
         return Finding(backend, "note", text, advice)

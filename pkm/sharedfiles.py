@@ -33,9 +33,11 @@ def examine(config: Config | None) -> Iterator[Finding]:
     there = next(folder for folder in (wanted, *wanted.parents) if folder.is_dir())
     folder = dist.broadcast_object(there / f".doctor-{uuid.uuid4().hex}")
     try:
-        yield renames(folder)
-        yield parts(folder)
-        yield locks(folder)
+        shared = renames(folder)
+        yield shared
+        if shared.status != "fail":
+            yield parts(folder)
+            yield locks(folder)
     finally:
         if dist.is_main():
             shutil.rmtree(folder, ignore_errors=True)
@@ -80,12 +82,14 @@ def parts(folder: Path) -> Finding:
             os.fsync(file.fileno())
         files.fsync_directory(folder)
 
+    def is_whole(rank: int) -> bool:
+        path = folder / f"part-{rank}"
+        return path.exists() and path.stat().st_size == PART_BYTES
+
     def missing() -> list[int]:
         ranks = range(dist.world_size()) if dist.is_main() else ()
-        return [rank for rank in ranks if seconds_until(lambda: is_whole(rank)) is None]  # noqa: B023  # called at once
-
-    def is_whole(rank: int) -> bool:
-        return (folder / f"part-{rank}").stat().st_size == PART_BYTES
+        seconds_until(lambda: all(map(is_whole, ranks)))
+        return [rank for rank in ranks if not is_whole(rank)]
 
     broken = everyones(write).failure("parts", "every rank must be able to write and sync where the run is")
     found = everyones(missing)

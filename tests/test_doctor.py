@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from pkm import doctor
+from pkm import doctor, selftest
 from pkm.config import Config
+from pkm.finding import Finding, guarded, table
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -26,7 +28,7 @@ def config(tmp_path: Path, **settings: object) -> Config:
     return Config.model_validate(given | settings)
 
 
-def by_name(findings: Iterator[doctor.Finding]) -> dict[str, doctor.Finding]:
+def by_name(findings: Iterator[Finding]) -> dict[str, Finding]:
     return {finding.about: finding for finding in findings}
 
 
@@ -34,7 +36,7 @@ class TestPackages:
     def test_a_missing_package_fails_with_the_command_that_installs_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "version_of", lambda package, module: None if package == "torch" else "9.9")
         found = by_name(doctor.needed_packages())
-        assert found.pop("torch") == doctor.Finding("torch", "fail", "not installed", "pip install torch")
+        assert found.pop("torch") == Finding("torch", "fail", "not installed", "pip install torch")
         assert {finding.status for finding in found.values()} == {"ok"}
 
     @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ class TestPackages:
 
     def test_the_needed_packages_are_those_of_setup_py(self) -> None:
         asked = (REPOSITORY / "setup.py").read_text().split("install_requires=[")[1].split("]")[0]
-        assert {line.strip(' ",').split(">=")[0] for line in asked.splitlines() if line.strip()} == set(doctor.NEEDED)
+        assert set(re.findall(r'"([\w-]+)', asked)) == set(doctor.NEEDED)
 
 
 class TestApex:
@@ -79,7 +81,7 @@ class TestApex:
         (package / "optimizers").mkdir()
         (package / "optimizers/fused_adam.py").touch()
         (package.parent / "amp_C.py").touch()
-        assert doctor.apex() == doctor.Finding("apex", "ok", "NVIDIA's, with its CUDA extensions")
+        assert doctor.apex() == Finding("apex", "ok", "NVIDIA's, with its CUDA extensions")
 
 
 class TestDisk:
@@ -109,32 +111,81 @@ class TestDisk:
         assert found.status == "fail" and found.found.startswith("1.0 MiB free")
 
 
+def memory_of(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(doctor, "_free_memory", lambda: free)
+
+
 class TestNeedsOfARun:
     def test_a_corpus_that_is_not_prepared_fails(self, tmp_path: Path) -> None:
-        found = by_name(doctor.needs_of(config(tmp_path)))
-        assert found["corpus"].status == "fail" and str(tmp_path / "corpus") in found["corpus"].found
-        (tmp_path / "corpus").mkdir()
-        (tmp_path / "corpus/vocab").write_text("the 3\n")
-        assert by_name(doctor.needs_of(config(tmp_path)))["corpus"].status == "ok"
+        (found,) = doctor.corpus(config(tmp_path))
+        assert found.status == "fail" and f"{tmp_path}/corpus: there is no such directory" in found.found
+        assert "scripts/prepare.py" in found.advice
+
+    def test_a_prepared_corpus_is_opened(self, tmp_path: Path, tiny_corpus_path: Path) -> None:
+        (found,) = doctor.corpus(config(tmp_path, corpus={"path": tiny_corpus_path, "context": 8}))
+        assert found == Finding("corpus", "ok", f"{tiny_corpus_path}, 2,400 tokens to train on, vocabulary 50")
+
+    def test_a_corpus_without_one_window_of_text_fails(self, tmp_path: Path, tiny_corpus_path: Path) -> None:
+        settings = {"corpus": {"path": tiny_corpus_path, "context": 2400}, "optim": {"steps": 1, "batch_tokens": 2400}}
+        (found,) = doctor.corpus(config(tmp_path, **settings))
+        assert found.status == "fail" and "prepare more text" in found.advice
 
     def test_a_device_that_is_not_there_fails(self, tmp_path: Path) -> None:
         import torch
 
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU")
-        found = by_name(doctor.needs_of(config(tmp_path, device="cuda")))["device"]
+        (found,) = doctor.device_of(config(tmp_path, device="cuda"))
         assert found.status == "fail" and found.advice == "choose auto or one of: cpu"
+
+    def test_a_precision_that_the_device_lacks_fails(self, tmp_path: Path) -> None:
+        (found,) = doctor.device_of(config(tmp_path, device="cpu", precision="fp16"))
+        assert found.status == "fail" and "fp16 needs a GPU" in found.found
+
+    # 151 M parameters without the embeddings: 12 bytes each for weight and moments, 4 for the gradient.
+    @pytest.mark.parametrize(("free", "status"), [(1 << 30, "fail"), (2 << 30, "note"), (1 << 40, "ok")])
+    def test_memory_fails_where_weights_do_not_fit_and_warns_where_activations_may_not(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, status: str
+    ) -> None:
+        memory_of(monkeypatch, free)
+        found = by_name(doctor.device_of(config(tmp_path, device="cpu")))["memory"]
+        assert found.status == status, found
+
+    def test_ranks_of_a_machine_share_its_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        memory_of(monkeypatch, 10 << 30)
+        assert by_name(doctor.device_of(config(tmp_path, device="cpu")))["memory"].status == "ok"
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        assert by_name(doctor.device_of(config(tmp_path, device="cpu"), ranks=8))["memory"].status == "fail"
+
+    def test_sharded_values_need_less_memory_of_each_rank(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        memory_of(monkeypatch, 4 << 30)
+        memory = {"layers": [6], "sub_keys": 512}
+        large = config(tmp_path, device="cpu", memory=memory, parallel={"values": "sharded"})
+        found = [by_name(doctor.device_of(large, ranks))["memory"].status for ranks in (1, 8)]
+        assert found == ["fail", "ok"]
 
     def test_checkpoints_that_do_not_fit_fail(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         # 12 bytes for each of 150 M parameters and more, five times: three kept, the best, one in the making.
         monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(8 << 30))
-        found = by_name(doctor.needs_of(config(tmp_path)))["room"]
+        (found,) = doctor.room(config(tmp_path))
         assert found.status == "fail" and "8.0 GiB free" in found.found and "checkpoint.keep" in found.advice
+
+    def test_checkpoints_that_are_there_already_need_no_more_room(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(8 << 30))
+        written = tmp_path / "runs/a/checkpoints/step-0000001"
+        written.mkdir(parents=True)
+        with open(written / "rank-00000.safetensors", "wb") as file:
+            file.truncate(4 << 30)
+        assert next(doctor.room(config(tmp_path))).status == "ok"
 
 
 class TestSelfTest:
     def test_a_model_with_a_memory_learns_on_this_machine(self) -> None:
-        (found,) = doctor.self_test()
+        (found,) = selftest.self_test()
         assert found.status in ("ok", "note"), found
         assert "loss" in found.found
 
@@ -142,22 +193,22 @@ class TestSelfTest:
         from pkm.optim import Optimizers
 
         monkeypatch.setattr(Optimizers, "step", lambda *args: None)
-        monkeypatch.setattr(doctor, "SELF_TEST_STEPS", 5)
-        monkeypatch.setattr(doctor, "SELF_TEST_ENOUGH_STEPS", 5)
-        (found,) = doctor.self_test()
+        monkeypatch.setattr(selftest, "STEPS", 5)
+        monkeypatch.setattr(selftest, "ENOUGH_STEPS", 5)
+        (found,) = selftest.self_test()
         assert found.status == "fail"
 
     def test_a_loss_that_is_not_finite_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor, "_train", lambda config, deadline: ([5.0, float("nan")], "cpu"))
-        (found,) = doctor.self_test()
+        monkeypatch.setattr(selftest, "_train", lambda config, deadline: ([5.0, float("nan")], "cpu"))
+        (found,) = selftest.self_test()
         assert found.status == "fail"
 
     def test_whatever_breaks_is_a_finding_and_not_a_traceback(self) -> None:
-        def broken() -> Iterator[doctor.Finding]:
-            yield doctor.Finding("one", "ok", "fine")
+        def broken() -> Iterator[Finding]:
+            yield Finding("one", "ok", "fine")
             raise OSError("libcuda.so.1: cannot open shared object file")
 
-        one, two = doctor.guarded("two", broken)
+        one, two = guarded("two", broken)
         assert one.status == "ok" and two.status == "fail" and "libcuda.so.1" in two.found
 
 
@@ -190,5 +241,5 @@ def test_the_table_shows_every_finding_with_its_advice() -> None:
 
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(doctor.table([doctor.Finding("disk", "fail", "no [space]", "free some")]))
+        console.print(table([Finding("disk", "fail", "no [space]", "free some")]))
     assert " ".join(capture.get().split()) == "FAIL disk no [space]; free some"
