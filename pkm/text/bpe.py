@@ -90,7 +90,7 @@ class Codes:
 
         With a vocabulary, pieces outside it are split back into what they were merged from, down to characters.
         """
-        symbols = self._merge(characters(word))
+        symbols = self.symbols(word)
         pieces = _printed(symbols)
         if vocab is None or all(piece in vocab for piece in pieces):
             return pieces
@@ -100,7 +100,9 @@ class Codes:
             self._split_until_known(symbol, i == last, vocab, kept)
         return _printed(kept)
 
-    def _merge(self, symbols: list[str]) -> list[str]:
+    def symbols(self, word: str) -> list[str]:
+        """A word's characters merged as far as the codes go; the last symbol ends in `</w>`."""
+        symbols = characters(word)
         rank_of, none = self._ranks.get, len(self._ranks)
         ranks = [rank_of(pair, none) for pair in pairwise(symbols)]
         while ranks and (best := min(ranks)) < none:

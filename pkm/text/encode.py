@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from pkm.errors import UserError
-from pkm.text.bpe import Codes
+from pkm.text.bpe import END, Codes
 from pkm.text.cache import Remembered
 from pkm.text.chunks import NEWLINE, document_keys, key_tokens
 from pkm.text.moses import Normalization, detokenize
@@ -59,6 +59,7 @@ class Encoder:
         self._piece_ids = _PieceIds(vocab, self._dtype, self._inner_unknown)
         self._ends = np.append(vocab.word_ends, False)
         self._pieces = self._piece_maker(backend)
+        self._symbol_ids = {} if backend == "fastbpe" else _symbol_ids(self._piece_ids)
         self._tokens = sacremoses_tokens(escape) if backend == "sacremoses" else None
         capacity = cache_megabytes * 1_000_000 // _BYTES_REMEMBERED
         self._words = Remembered(self._word_ids, capacity // 3)
@@ -66,6 +67,7 @@ class Encoder:
 
     def encode(self, text: str, out: array[int]) -> int:
         """Append the ids of a document to `out`, an array of integers that hold them; returns its Moses words."""
+        assert self.vocab.size <= 1 << 8 * out.itemsize, f"an array of {out.itemsize} bytes an item is too small"
         if self.normalize == "xlm":
             text = normalize_xlm(text)
         if self._tokens is None:
@@ -109,6 +111,8 @@ class Encoder:
     def _chunk_ids(self, key: str) -> bytes:
         if key == NEWLINE:
             return np.array([EOS_ID], self._dtype).tobytes()
+        if key.isalnum() and key.isascii():
+            return self._words[key]
         return self._token_ids(key_tokens(key, self.escape))
 
     def _line_ids(self, line: str) -> bytes:
@@ -117,10 +121,23 @@ class Encoder:
         return self._token_ids(tokens) + self._chunks[NEWLINE] if tokens else b""
 
     def _token_ids(self, tokens: str) -> bytes:
-        return b"".join([self._words[word] for word in tokens.split(" ") if word])
+        return b"".join(map(self._words.__getitem__, tokens.split(" ")))
 
     def _word_ids(self, word: str) -> bytes:
+        if not word:
+            return b""
+        if self._symbol_ids and END not in word:
+            try:
+                return b"".join(map(self._symbol_ids.__getitem__, self.codes.symbols(word)))
+            except KeyError:
+                pass  # A symbol is not in the vocabulary: it has to be split on.
         return b"".join(map(self._piece_ids.__getitem__, self._pieces(word)))
+
+
+def _symbol_ids(piece_ids: dict[str, bytes]) -> dict[str, bytes]:
+    """Bytes of a piece's id by the symbol that prints as the piece: inside a word, and at its end."""
+    inside = {piece.removesuffix(CONTINUES): ids for piece, ids in piece_ids.items() if piece.endswith(CONTINUES)}
+    return inside | {piece + END: ids for piece, ids in piece_ids.items()}
 
 
 class _PieceIds(dict[str, bytes]):
