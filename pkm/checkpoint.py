@@ -13,7 +13,6 @@ Any number of ranks, with values replicated or sharded, loads what any other wro
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import time
@@ -29,6 +28,7 @@ from torch import Tensor
 from pkm import dist, faults, files, manifest, shards, tensorfile
 from pkm.background import Background, Copies
 from pkm.errors import UserError
+from pkm.kept import Kept
 from pkm.manifest import Damaged, Manifest
 from pkm.version import code_version
 
@@ -48,7 +48,6 @@ POINTS = tuple(
 )
 """Where a save can be made to die by SIGKILL (pkm.faults)."""
 
-_NAME = re.compile(r"step-(\d{7,})")
 _SLACK_BYTES = 1 << 20
 
 
@@ -123,29 +122,21 @@ class Checkpoints:
         before_save: Callable[[], None] = lambda: None,
         in_background: bool = False,
     ):
-        self.root, self.keep, self.before_save, self.in_background = root, keep, before_save, in_background
+        self.root, self.before_save, self.in_background = root, before_save, in_background
         self.longest_seconds = 0.0
         """Of the saves so far, from their beginning to their end."""
         self._warn = warn
-        self._seen_intact: dict[int, tuple[Any, ...]] = {}
+        self._kept = Kept(root, keep)
         self._copies = Copies()
         self._saving: Background | None = None
         self._side: list[dist.Group] = []
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints there are, damaged or not, oldest first. UserError if they cannot be listed."""
-        try:
-            names = [entry.name for entry in self.root.iterdir()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise UserError(
-                f"cannot list the checkpoints: {error.strerror}", where=str(self.root), fix="make it readable"
-            ) from error
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+        return self._kept.steps()
 
     def directory(self, step: int) -> Path:
-        return self.root / f"step-{step:07d}"
+        return self._kept.directory(step)
 
     # ---- save -------------------------------------------------------------------------------------------------
 
@@ -205,8 +196,8 @@ class Checkpoints:
             with self._stage(save.step, group):
                 if dist.is_main():
                     self.root.mkdir(parents=True, exist_ok=True)
-                    self._sweep(".tmp")
-                    there = self._intact(save.step)
+                    self._kept.sweep()
+                    there = self._kept.intact(save.step)
                     if not there:
                         self._refuse_if_full(save.total_bytes)
                         unfinished.mkdir()
@@ -215,10 +206,10 @@ class Checkpoints:
             with self._stage(save.step, group):
                 faults.point("checkpoint:after-verify")
                 if dist.is_main():
-                    self._point(save.step, save.step if save.best else self._best())
+                    self._kept.point(save.step, save.step if save.best else self._kept.best())
                 faults.point("checkpoint:after-pointers")
                 if dist.is_main():
-                    self._retain(save.step)
+                    self._kept.retain(save.step)
                 faults.point("checkpoint:end")
         finally:
             if dist.is_main():
@@ -291,69 +282,6 @@ class Checkpoints:
             fix=(reason.fix or "see to it") + (f" (the run goes on from step {before[-1]})" if before else ""),
         )
 
-    # ---- retention: rank 0 alone ------------------------------------------------------------------------------
-
-    def _retain(self, saved: int) -> None:
-        """Remove what is older than the `keep` newest intact checkpoints; the best and the one just saved stay."""
-        best, steps = self._best(), self.steps()
-        if any(step not in (saved, best) for step in steps[: -self.keep]):
-            intact = [step for step in reversed(steps) if self._intact(step)][: self.keep]
-            for step in steps:
-                if step < min(intact) and step not in (saved, best):
-                    doomed = self.directory(step)
-                    doomed.rename(doomed.with_name(doomed.name + ".tmp"))
-                    faults.point("checkpoint:in-retention")
-        self._sweep(".tmp")
-        self._sweep(".damaged")
-
-    def _sweep(self, suffix: str) -> None:
-        for leftover in self.root.glob(f"step-*{suffix}"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        for leftover in self.root.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
-
-    def _state(self, directory: Path) -> tuple[Any, ...]:
-        """What changes when a file does."""
-        return tuple(sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in directory.iterdir()))
-
-    def _intact(self, step: int) -> bool:
-        """Whether a checkpoint verifies; files that did not change since they were found intact are not hashed again."""
-        try:
-            state = self._state(self.directory(step))
-            if self._seen_intact.get(step) != state:
-                manifest.verify(self.directory(step))
-                self._seen_intact[step] = state
-        except (OSError, Damaged, UserError):
-            return False
-        return True
-
-    def _point(self, latest: int, best: int | None) -> None:
-        for name, step in (("latest", latest), ("best", best)):
-            if step is None:
-                (self.root / name).unlink(missing_ok=True)
-            else:
-                files.atomic_write(self.root / name, self.directory(step).name + "\n")
-
-    def _best(self) -> int | None:
-        """Step of the best checkpoint, by the pointer; by the manifests if there is none that can be used."""
-        try:
-            match = _NAME.fullmatch((self.root / "best").read_text().strip())
-        except (OSError, ValueError):
-            match = None
-        if match and self.directory(int(match[1])).is_dir():
-            return int(match[1])
-        marked = (step for step in reversed(self.steps()) if manifest.says_best(self.directory(step)))
-        return next(filter(self._intact, marked), None)
-
-    def _put_right(self, latest: int) -> None:
-        """Make the pointers what they were when the checkpoint of step `latest` was the newest.
-
-        A save may have been killed between its rename and its pointers, and later checkpoints may be damaged.
-        """
-        pointed = self._best()
-        best = [step for step in self.steps() if step == pointed or manifest.says_best(self.directory(step))]
-        self._point(latest, max((step for step in best if step <= latest), default=None))
-
     # ---- load -------------------------------------------------------------------------------------------------
 
     def newest(self) -> Loaded | None:
@@ -368,8 +296,8 @@ class Checkpoints:
         if loaded is not None:
             with dist.together(), files.explained(self.root):
                 if dist.is_main():
-                    self._put_right(loaded.step)
-                    self._retain(loaded.step)
+                    self._kept.put_right(loaded.step)
+                    self._kept.retain(loaded.step)
         return loaded
 
     def warn(self, line: str) -> None:
@@ -423,7 +351,7 @@ class Checkpoints:
 
     def _find(self, which: int | str | Path) -> Path:
         if which == "best":
-            step = self._best()
+            step = self._kept.best()
             if step is None:
                 raise UserError("no checkpoint was marked best", where=str(self.root), fix="load the latest one")
             which = step
@@ -458,7 +386,7 @@ class Checkpoints:
             if dist.is_main():
                 try:
                     found = manifest.read(directory)
-                    state = self._state(directory)
+                    state = self._kept.state(directory)
                 except (Damaged, OSError) as damage:
                     found = str(damage)
         found = dist.broadcast_object(found, group)
@@ -474,5 +402,5 @@ class Checkpoints:
         if damaged:
             return damaged[0]
         if dist.is_main() and directory.parent == self.root:
-            self._seen_intact[int(found["step"])] = state
+            self._kept.seen_intact[int(found["step"])] = state
         return found

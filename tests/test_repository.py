@@ -31,7 +31,7 @@ ORDER = """
     memory.kernels.cpu  memory.kernels.search  memory.kernels.ops
     memory.query  memory.keys  memory.values  memory.ranks  memory.sharded  memory.adam  memory.layer  memory.usage
     loss  model  optim  parallel
-    tensorfile  shards  manifest  background  checkpoint  metrics  run  evaluate  profiler  console
+    tensorfile  shards  manifest  kept  background  checkpoint  metrics  run  evaluate  profiler  console
     trainer  trained  generate  export  finding  selftest  doctor  gathered  network  sharedfiles  cluster  slurm
     experiments  report.tables  report.plots  report.findings  report.page  report.run
 """.split()  # noqa: SIM905
