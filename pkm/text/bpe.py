@@ -148,12 +148,13 @@ def learn(words: Mapping[str, int], merges: int) -> Codes:
     is merged first (see Merges).
     """
     learner = Merges(words, characters)
-    found: list[tuple[str, str, int]] = []
+    found: dict[str, tuple[str, str, int]] = {}
     while len(found) < merges and (step := learner.next()) is not None:
-        found.append(step)
+        # Text that holds a literal `</w>` can make a piece twice; the codes file may not.
+        found.setdefault(step[0] + step[1], step)
     if len(found) < merges:
         logger.warning("only %d of %d merges: the text holds no more pairs", len(found), merges)
-    return Codes([(left, right) for left, right, _ in found], [count for _, _, count in found])
+    return Codes([(left, right) for left, right, _ in found.values()], [count for _, _, count in found.values()])
 
 
 def apply(codes: Codes, text: str, vocab: Container[str] | None = None) -> str:

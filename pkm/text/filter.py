@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from pkm.errors import UserError
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 16
 
 
 def run_filter(transform: Callable[[str], str], errors: str = "strict") -> None:

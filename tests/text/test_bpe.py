@@ -165,3 +165,8 @@ def test_absent_or_empty_codes_are_a_user_error(tmp_path, content):
 def test_codes_with_carriage_returns_load(tmp_path):
     (tmp_path / "codes").write_bytes(b"a b 3\r\nab c</w> 2\r\n")
     assert Codes.load(tmp_path / "codes").pieces("abc") == ["abc"]
+
+
+def test_codes_learned_from_text_with_literal_end_marks_load(tmp_path):
+    learn(count_words(["<w>do</w> do do</w>x do</w>y " * 3]), 50).save(tmp_path / "codes")
+    assert len(Codes.load(tmp_path / "codes")) > 5
