@@ -61,7 +61,9 @@ class Row:
     floor_ms: float | None = None
 
 
-BACK_TO_BACK = 4  # calls of one sample on a GPU: as in training, the next is launched while the last one runs
+# On a GPU a sample is some calls behind a pause of the card: as in training, the CPU has launched them before they run.
+BACK_TO_BACK = 3
+PAUSE = 20_000_000  # clock cycles, about 11 ms
 
 
 class Clock:
@@ -80,6 +82,7 @@ class Clock:
             if self.device.type == "cuda":
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda.synchronize()
+                torch.cuda._sleep(PAUSE)
                 start.record()
                 for _ in range(BACK_TO_BACK):
                     run()
@@ -107,10 +110,11 @@ def ceilings(clock: Clock, dtype: torch.dtype) -> tuple[float, float]:
 def inputs(size: Size, device: torch.device, sets: int = 3) -> list[Tensor]:
     """Several batches (1, N, d) of clustered tokens: text repeats itself, and so do the slots that it reads."""
     generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(size.tokens // 8, size.dim, generator=generator)
-    which = torch.randint(0, len(centres), (sets, size.tokens), generator=generator)
+    centres = torch.randn(size.tokens // 16, size.dim, generator=generator)
+    often = torch.arange(1, len(centres) + 1).float() ** -0.5
+    which = [torch.multinomial(often, size.tokens, replacement=True, generator=generator) for _ in range(sets)]
     noise = torch.randn(sets, size.tokens, size.dim, generator=generator)
-    return [(centres[w] + 0.7 * z).to(device).unsqueeze(0) for w, z in zip(which, noise, strict=True)]
+    return [(centres[w] + 0.17 * z).to(device).unsqueeze(0) for w, z in zip(which, noise, strict=True)]
 
 
 class FeedForward(nn.Sequential):

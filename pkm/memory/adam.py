@@ -80,6 +80,8 @@ class ValuesAdam:
         return torch.nn.utils.get_total_norm(found) if found else torch.zeros(())
 
     def scale_gradients(self, factor: float | Tensor) -> None:
+        if isinstance(factor, float) and factor == 1:
+            return  # saves a pass over all rows that were read
         for table in self.tables:
             gradient = table.gradient()
             if gradient is not None:

@@ -11,7 +11,9 @@ from pkm.memory.keys import FlatKeys, ProductKeys
 
 def brute_force(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """All C * C sums in float64, best first, the lowest slot first among equals: scores (rows, 2, C) -> slots, sums (rows, k)."""
-    sums = (scores[:, 0, :, None].astype(np.float64) + scores[:, 1, None, :].astype(np.float64)).reshape(len(scores), -1)
+    sums = (scores[:, 0, :, None].astype(np.float64) + scores[:, 1, None, :].astype(np.float64)).reshape(
+        len(scores), -1
+    )
     slots = np.argsort(-sums, axis=1, kind="stable")[:, :k]
     return slots, np.take_along_axis(sums, slots, axis=1)
 

@@ -68,7 +68,9 @@ def test_statistics_of_parts_with_a_sum_over_ranks_equal_those_of_the_whole() ->
     # Two ranks in one process: the other's share of each sum, in the order in which BatchNorm asks for them.
     other = parts[3]
     mean = x.mean(0)
-    shares = iter([torch.tensor(3.0), 3 * other.mean(0), 3 * (other.var(0, correction=0) + (other.mean(0) - mean) ** 2)])
+    shares = iter(
+        [torch.tensor(3.0), 3 * other.mean(0), 3 * (other.var(0, correction=0) + (other.mean(0) - mean) ** 2)]
+    )
 
     def add_other_rank(t: torch.Tensor) -> torch.Tensor:
         seen.append(t)

@@ -12,7 +12,16 @@ import torch
 
 from pkm.config import MemoryConfig, QueryConfig, ValuesOptim
 from pkm.memory.adam import ValuesAdam
-from pkm.memory.kernels import reference, search, statistics, triton_adam, triton_read, triton_rows, triton_search, update
+from pkm.memory.kernels import (
+    reference,
+    search,
+    statistics,
+    triton_adam,
+    triton_read,
+    triton_rows,
+    triton_search,
+    update,
+)
 from pkm.memory.layer import MemoryLayer
 
 GPU = torch.cuda.is_available()
@@ -100,7 +109,7 @@ def test_search_gradients_equal_the_references(
 # N, J, K, D, largest piece, columns at a time
 READS = [
     (7, 6, 10, 20, 8, 2048), (5, 9, 40, 100, 4, 32), (9, 8, 3, 16, 8, 2048), (1, 4, 8, 8, 512, 2048), (6, 5, 6, 1, 4, 2048),
-    *on_gpu((4096, 128, 512**2, 1024, 512, 2048), (2000, 48, 50_000, 1600, 512, 512), (3000, 64, 128**2, 100, 512, 2048)),
+    *on_gpu((1024, 128, 512**2, 1024, 512, 2048), (1000, 48, 50_000, 1600, 512, 512), (1500, 64, 128**2, 100, 512, 2048)),
 ]  # fmt: skip
 
 
@@ -147,7 +156,7 @@ def test_read_and_its_gradients_equal_the_references(
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
     """Relative error in the Euclidean norm; NaN never passes."""
     assert ours.shape == theirs.shape
-    assert (ours.double() - theirs.double()).norm() <= tolerance * theirs.double().norm() + 1e-12
+    assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm() + 1e-12
 
 
 @pytest.mark.skipif(not GPU, reason="a table beyond 2^31 numbers needs a GPU's memory")
@@ -254,7 +263,13 @@ def layers(keys: str, norm: str, dim: int, **more: object) -> tuple[MemoryLayer,
     pair = []
     for kernels in ("triton", "reference"):
         config = MemoryConfig(
-            layers=(1,), keys=keys, heads=2, knn=4, query=QueryConfig(dim=8, norm=norm), kernels=kernels, **{**sizes, **more}
+            layers=(1,),
+            keys=keys,
+            heads=2,
+            knn=4,
+            query=QueryConfig(dim=8, norm=norm),
+            kernels=kernels,
+            **{**sizes, **more},
         )
         torch.manual_seed(0)
         pair.append(MemoryLayer(config, dim).to(DEVICE))

@@ -10,6 +10,10 @@ import torch
 
 from pkm.errors import UserError
 
+# Asked once: `choose` runs in every forward, and inside compiled code.
+TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 WHAT = {
     "reference": "reference: plain PyTorch, all k x k sums",
     "torch": "torch: pair shortcut, embedding bags, compact row gradients",
@@ -19,13 +23,13 @@ WHAT = {
 
 def check(wanted: str) -> None:
     """UserError if `memory.kernels` names a package that is not installed."""
-    if wanted == "triton" and not _there("triton"):
+    if wanted == "triton" and not TRITON:
         raise UserError(
             "kernels: triton needs the package triton, which is not installed",
             "memory.kernels",
             "install a CUDA build of torch, which brings it, or choose auto",
         )
-    if wanted == "faiss" and not _there("faiss"):
+    if wanted == "faiss" and importlib.util.find_spec("faiss") is None:
         raise UserError(
             "kernels: faiss needs the package faiss, which is not installed",
             "memory.kernels",
@@ -38,11 +42,10 @@ def choose(wanted: str, device: torch.device) -> str:
 
     UserError if that cannot be.
     """
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if wanted == "reference":
         return "reference"
     if wanted == "triton":
-        if device.type != "cuda" and not interpreted:
+        if device.type != "cuda" and not INTERPRETED:
             raise UserError(
                 f"kernels: triton runs on a CUDA device, not on {device.type}",
                 "memory.kernels",
@@ -50,7 +53,7 @@ def choose(wanted: str, device: torch.device) -> str:
             )
         return "triton"
     if device.type == "cuda":
-        return "triton" if _there("triton") else "torch"
+        return "triton" if TRITON else "torch"
     return "torch" if device.type == "cpu" else "reference"
 
 
@@ -58,10 +61,6 @@ def describe(wanted: str, device: torch.device) -> str:
     """One line for the log: what `choose` chose."""
     read = WHAT[choose(wanted, device)]
     return f"faiss {_version('faiss')}: key search; the rest {read}" if wanted == "faiss" else read
-
-
-def _there(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _version(package: str) -> str:

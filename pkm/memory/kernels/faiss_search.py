@@ -19,5 +19,5 @@ def nearest(query: Tensor, keys: Tensor, k: int) -> Tensor:
         resources.setDefaultNullStreamAllDevices()
         _, found = faiss.knn_gpu(resources, query, keys, k, metric=faiss.METRIC_INNER_PRODUCT)
         return found
-    _, found = faiss.knn(query.cpu().numpy(), keys.cpu().numpy(), k, metric=faiss.METRIC_INNER_PRODUCT)
-    return torch.from_numpy(found).to(query.device)
+    _, indices = faiss.knn(query.cpu().numpy(), keys.cpu().numpy(), k, metric=faiss.METRIC_INNER_PRODUCT)
+    return torch.from_numpy(indices).to(query.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pkm.memory.kernels import cpu
 
 SCORE_BYTES = 1 << 28  # sub-key scores that are kept at a time, forward
-GRADIENT_BYTES = 1 << 25  # their gradients, backward: small enough to stay in a GPU's cache
+GRADIENT_BYTES = 1 << 26  # their gradients, backward
 
 
 @torch.library.custom_op("pkm::search", mutates_args=())

@@ -42,13 +42,17 @@ def adam_row(
     lr, b1, one_b1, b2, one_b2, c1, c2, eps, MASTER: tl.constexpr,
 ):  # fmt: skip
     """Adam with gradient `grad` fp32 on columns d of row `slot`; where that is not finite, nothing moves."""
-    ok = (d < D) & (tl.abs(grad) < float("inf"))
+    ok = d < D
     at = slot * D + d
-    m = tl.load(mean + at, mask=ok, other=0.0).to(tl.float32) * b1 + grad * one_b1
-    v = tl.load(square + at, mask=ok, other=0.0).to(tl.float32) * b2 + grad * grad * one_b2
+    m_old = tl.load(mean + at, mask=ok, other=0.0).to(tl.float32)
+    v_old = tl.load(square + at, mask=ok, other=0.0).to(tl.float32)
     source = master if MASTER else table
-    x = tl.load(source + at, mask=ok, other=0.0).to(tl.float32)
-    x -= lr * (m / c1) / (tl.sqrt(v / c2) + eps)
+    x_old = tl.load(source + at, mask=ok, other=0.0).to(tl.float32)
+    # Chosen with `where`, not with masks: a mask of numbers would make every access a single one.
+    finite = tl.abs(grad) < float("inf")
+    m = tl.where(finite, m_old * b1 + grad * one_b1, m_old)
+    v = tl.where(finite, v_old * b2 + grad * grad * one_b2, v_old)
+    x = tl.where(finite, x_old - lr * (m / c1) / (tl.sqrt(v / c2) + eps), x_old)
     key = (slot * 0x9E3779B1).to(tl.uint32) + d.to(tl.uint32) * 0x85EBCA77
     noise = _mix(key ^ seed.to(tl.uint32))
     tl.store(mean + at, _rounded(m, noise & 0xFFFF, mean.dtype.element_ty), mask=ok)

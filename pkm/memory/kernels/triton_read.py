@@ -34,7 +34,7 @@ def read_kernel(
 
 # Measured on an H100; see benchmarks/results/memory-h100.md.
 READ_COLUMNS = 64
-READ_ROWS = 16
+READ_ROWS = 32
 READ_WARPS = 1
 
 

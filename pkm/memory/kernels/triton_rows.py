@@ -43,15 +43,23 @@ def mark_kernel(slots, marks, M, PIECE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def list_kernel(slots, counts, pieces, rows, M, BLOCK: tl.constexpr):
-    """counts (M,): running sums of the marks -> pieces: where each begins; rows: the rows that were read, ascending."""
+def list_kernel(slots, counts, pieces, piece_slots, places, rows, M, BLOCK: tl.constexpr):
+    """counts (M,): running sums of the marks -> where each piece begins, its row and that row's place among the rows read;
+    and rows: those rows, ascending. One more piece, of no row, begins at M."""
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    count = tl.load(counts + e, mask=e < M, other=0)
-    before = tl.load(counts + e - 1, mask=(e > 0) & (e < M), other=0)
-    new_piece = (count >> 32) != (before >> 32)
-    new_row = (count & LOW) != (before & LOW)
-    tl.store(pieces + (count >> 32) - 1, e.to(tl.int32), mask=(e < M) & new_piece)
-    tl.store(rows + (count & LOW) - 1, tl.load(slots + e, mask=e < M, other=0), mask=(e < M) & new_row)
+    inside = e < M
+    count = tl.load(counts + e, mask=inside, other=0)
+    before = tl.load(counts + e - 1, mask=(e > 0) & inside, other=0)
+    slot = tl.load(slots + e, mask=inside, other=0)
+    piece, place = (count >> 32) - 1, (count & LOW) - 1
+    begins = inside & ((count >> 32) != (before >> 32))
+    tl.store(pieces + piece, e.to(tl.int32), mask=begins)
+    tl.store(piece_slots + piece, slot.to(tl.int64), mask=begins)
+    tl.store(places + piece, place.to(tl.int32), mask=begins)
+    tl.store(rows + place, slot, mask=inside & ((count & LOW) != (before & LOW)))
+    last = e == M - 1
+    tl.store(pieces + piece + 1, (e + 1).to(tl.int32), mask=last)
+    tl.store(piece_slots + piece + 1, tl.full([BLOCK], -2, tl.int64), mask=last)
 
 
 @triton.jit
@@ -69,36 +77,48 @@ def _finish(
         tl.store(out + at * D + d, grad.to(out.dtype.element_ty), mask=d < D)
 
 
+@triton.jit
+def _piece(pieces, piece_slots, places, order, piece, last, BJ: tl.constexpr):
+    """Begin, end, row, whether the row is whole in this piece, place of the row, and the first BJ reads."""
+    there = piece < last
+    begin = tl.load(pieces + piece, mask=there, other=0)
+    end = tl.load(pieces + piece + 1, mask=there, other=0)
+    slot = tl.load(piece_slots + piece, mask=there, other=-1)
+    before = tl.load(piece_slots + piece - 1, mask=there & (piece > 0), other=-2)
+    after = tl.load(piece_slots + piece + 1, mask=there, other=-2)
+    place = tl.load(places + piece, mask=there, other=0).to(tl.int64)
+    e = begin + tl.arange(0, BJ)
+    q = tl.load(order + e, mask=e < end, other=0)
+    return begin, end, slot, (before != slot) & (after != slot), place, q
+
+
 @triton.jit(do_not_specialize=["seed", "M", "PROGRAMS"])
 def rows_kernel(
-    slots, order, counts, pieces, weights, grad, table, dots, partial, out, mean, square, master, seed,
+    pieces, piece_slots, places, order, counts, weights, grad, table, dots, partial, out, mean, square, master, seed,
     lr, b1, one_b1, b2, one_b2, c1, c2, eps, M, PROGRAMS,
     J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BJ: tl.constexpr, PIECE: tl.constexpr,
     MODE: tl.constexpr, MASTER: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of rows and, with DOTS, of weights: a program takes every PROGRAMS-th piece."""
     last = (tl.load(counts + M - 1) >> 32).to(tl.int32)
-    for piece in range(tl.program_id(0), last, PROGRAMS):
-        begin = tl.load(pieces + piece).to(tl.int64)
-        end = tl.load(pieces + piece + 1, mask=piece + 1 < last, other=0).to(tl.int64)
-        end = tl.where(piece + 1 < last, end, M)
-        slot = tl.load(slots + begin).to(tl.int64)
-        before = tl.load(slots + begin - 1, mask=begin > 0, other=-2).to(tl.int64)
-        after = tl.load(slots + end, mask=end < M, other=-2).to(tl.int64)
-        whole = (before != slot) & (after != slot)
-        place = (tl.load(counts + begin) & LOW) - 1
-        part = 2 * (begin // PIECE) + (begin % PIECE != 0).to(tl.int64)
+    pid = tl.program_id(0)
+    begin, end, slot, whole, place, first_reads = _piece(pieces, piece_slots, places, order, pid, last, BJ)
+    for piece in range(pid, last, PROGRAMS):
+        part = 2 * (begin // PIECE) + (begin % PIECE != 0).to(tl.int32)
         for column in range(0, D, BD):
             d = column + tl.arange(0, BD)
             ok = (d < D) & (slot >= 0)
             v = tl.load(table + slot * D + d, mask=ok, other=0.0).to(tl.float32)
             total = tl.zeros([BD], dtype=tl.float32)
+            reads = first_reads
             for start in range(begin, end, BJ):
                 e = start + tl.arange(0, BJ)
-                q = tl.load(order + e, mask=e < end, other=0)
-                w = tl.load(weights + q, mask=e < end, other=0.0)
+                q = reads
                 there = (e < end)[:, None] & ok[None, :]
                 g = tl.load(grad + (q // J)[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
+                w = tl.load(weights + q, mask=e < end, other=0.0)
+                # Asked for now, needed in the next turn: the chain of loads is what takes the time.
+                reads = tl.load(order + e + BJ, mask=e + BJ < end, other=0)
                 total += tl.sum(g * w[:, None], 0)
                 if DOTS:
                     dot = tl.sum(g * v[None, :], 1)
@@ -112,10 +132,13 @@ def rows_kernel(
                         lr, b1, one_b1, b2, one_b2, c1, c2, eps, MASTER,
                     )  # fmt: skip
                 else:
-                    tl.store(partial + part * D + d, total, mask=d < D)
+                    tl.store(partial + part.to(tl.int64) * D + d, total, mask=d < D)
             if D > BD:
                 # The next slice of columns adds to the dots that other threads of this program have stored.
                 tl.debug_barrier()
+        begin, end, slot, whole, place, first_reads = _piece(
+            pieces, piece_slots, places, order, piece + PROGRAMS, last, BJ
+        )
 
 
 @triton.jit(do_not_specialize=["seed", "M"])
@@ -155,7 +178,11 @@ class Plan(NamedTuple):
     counts: Tensor
     """(M,) int64: pieces (upper half) and distinct rows (lower half) up to and with this read."""
     pieces: Tensor
-    """(M,) int32: where each piece begins; as many count as `counts` says."""
+    """(M + 1,) int32: where each piece begins; as many count as `counts` says, and one more at M."""
+    piece_slots: Tensor
+    """(M + 1,) int64: the row of each piece."""
+    places: Tensor
+    """(M,) int32: that row's place among the rows that were read."""
     rows: Tensor
     """(M,): the distinct rows; as many count as `counts` says."""
 
@@ -167,8 +194,8 @@ class Plan(NamedTuple):
 # Measured on an H100; see benchmarks/results/memory-h100.md.
 PIECE = 512
 ROWS_BLOCK = 4
-ROWS_WARPS = 4
-PROGRAMS_PER_PROCESSOR = 16
+ROWS_WARPS = 2
+PROGRAMS_PER_PROCESSOR = 32
 COLUMNS = 2048
 
 
@@ -180,10 +207,11 @@ def plan(indices: Tensor) -> Plan:
     grid = (triton.cdiv(reads, 1024),)
     mark_kernel[grid](slots, marks, reads, PIECE, 1024)
     counts = torch.cumsum(marks, 0)
-    pieces = torch.empty(reads, dtype=torch.int32, device=slots.device)
-    rows = torch.empty_like(slots)
-    list_kernel[grid](slots, counts, pieces, rows, reads, 1024)
-    return Plan(slots, order, counts, pieces, rows)
+    pieces = torch.empty(reads + 1, dtype=torch.int32, device=slots.device)
+    piece_slots = torch.empty(reads + 1, dtype=torch.int64, device=slots.device)
+    places, rows = torch.empty(reads, dtype=torch.int32, device=slots.device), torch.empty_like(slots)
+    list_kernel[grid](slots, counts, pieces, piece_slots, places, rows, reads, 1024)
+    return Plan(slots, order, counts, pieces, piece_slots, places, rows)
 
 
 def backward(
@@ -216,7 +244,7 @@ def backward(
     shared = mode.value, adam is not None and adam.master is not None
     target = partial if out is None else out
     rows_kernel[(programs,)](
-        p.slots, p.order, p.counts, p.pieces, weights.float().contiguous(), grad.contiguous(), table,
+        p.pieces, p.piece_slots, p.places, p.order, p.counts, weights.float().contiguous(), grad.contiguous(), table,
         partial if dots is None else dots, partial, target, *state, *numbers, reads, programs, weights.shape[1], dim,
         min(width, COLUMNS), ROWS_BLOCK, PIECE, *shared, dots is not None, num_warps=ROWS_WARPS,
     )  # fmt: skip

@@ -40,7 +40,8 @@ def _coarse_top(x, high, low, K: tl.constexpr, KEEP: tl.constexpr):
     W: tl.constexpr = x.shape[1]
     log: tl.constexpr = _log2(W)
     levels: tl.constexpr = (1 << (31 - log)) - 1
-    size = tl.maximum(high - low, 1e-30) / levels
+    # A little below low, so that rounding cannot make it one with what is smaller.
+    size = tl.maximum(high - low, 1e-30) * (1.015625 / levels)
     step = tl.minimum((high[:, None] - x) * (1.0 / size)[:, None], levels * 1.0).to(tl.int32)
     coarse = tl.minimum(tl.maximum(-step + levels, 0), levels)
     # The lower of two positions is the larger number: every bit of it is turned over.
