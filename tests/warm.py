@@ -7,6 +7,7 @@ signalled, limited and watched like any process.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -62,6 +64,11 @@ class Job:
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Unless it has ended."""
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
 
     def wait(self) -> Ended:
         self.heard += self.out
@@ -126,7 +133,10 @@ class Server:
 
         environment    dict of variables to set
         when           {"kind": "train", "step": 9, "signals": ["SIGTERM"], "touch": path}: once that record is written,
-                       the process gets these signals and that file is made
+                       the process gets these signals and that file is made; with {"said": text} instead of a step,
+                       once that was said (every rank says it, rank 0 aloud); with "raises": text it fails with that
+        nan            number of a step in which this process finds a loss that is no number
+        clock_runs_backwards
         file_size      most bytes a file may have
         ordinary       without root's powers
         """
@@ -198,6 +208,11 @@ def _job(request: dict[str, Any], out: int) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], resource.RLIM_INFINITY))
         if "when" in request:
             _arrange(**request["when"])
+        if "nan" in request:
+            _spoil_loss(request["nan"])
+        if request.get("clock_runs_backwards"):
+            now, calls = time.time(), itertools.count()
+            time.time = lambda: now - 86_400 * next(calls)
         program = importlib.import_module(request["program"])
         if request.get("ordinary"):
             without_root()
@@ -214,20 +229,51 @@ def _job(request: dict[str, Any], out: int) -> None:
         os._exit(code)
 
 
-def _arrange(step: int, kind: str = "train", signals: tuple[str, ...] = (), touch: str | None = None) -> None:
+def _arrange(
+    step: int = 0,
+    kind: str = "train",
+    said: str | None = None,
+    signals: tuple[str, ...] = (),
+    touch: str | None = None,
+    raises: str | None = None,
+) -> None:
     from pkm.metrics import Metrics
+    from pkm.run import Run
 
-    write = Metrics.write
+    def act() -> None:
+        if touch is not None:
+            Path(touch).touch()
+        for name in signals:
+            os.kill(os.getpid(), signal.Signals[name])
+        if raises is not None:
+            raise RuntimeError(raises)
+
+    write, say = Metrics.write, Run.say
 
     def write_and_act(self: Metrics, at: int, what: Any, **values: Any) -> None:
         write(self, at, what, **values)
         if (at, what) == (step, kind):
-            if touch is not None:
-                Path(touch).touch()
-            for name in signals:
-                os.kill(os.getpid(), signal.Signals[name])
+            act()
 
-    Metrics.write = write_and_act  # type: ignore[method-assign]
+    def say_and_act(self: Run, line: str) -> None:
+        say(self, line)
+        if said is not None and said in line:
+            act()
+
+    Metrics.write, Run.say = write_and_act, say_and_act  # type: ignore[method-assign]
+
+
+def _spoil_loss(step: int) -> None:
+    from pkm import trainer
+
+    backward, steps = trainer.backward, itertools.count()
+
+    def spoilt(config: Any, module: Any, model: Any, batch: Any, scale: float, *rest: Any, **options: Any) -> Any:
+        # With several ranks there is a backward pass before the first step.
+        this = next(steps) + (int(os.environ.get("WORLD_SIZE", "1")) == 1)
+        return backward(config, module, model, batch, float("nan") if this == step else scale, *rest, **options)
+
+    trainer.backward = spoilt
 
 
 if __name__ == "__main__":

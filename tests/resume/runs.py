@@ -10,7 +10,7 @@ from pkm.checkpoint import Checkpoints
 from pkm.manifest import verify
 from pkm.metrics import read
 from pkm.run import read_status
-from tests.warm import Ended, Job, Server
+from tests.warm import Ended, Job, Ranks, Server
 
 # What may differ between two runs that are otherwise the same.
 TIMES = {"time", "tokens_per_second", "peak_memory_bytes"}
@@ -56,6 +56,25 @@ class Runs:
     def run(self, name: str, *overrides: str, **options: Any) -> Ended:
         return self.start(name, *overrides, **options).wait()
 
+    def start_ranks(self, ranks: int, name: str, *overrides: str, on: dict[int, dict[str, Any]] | None = None) -> Ranks:
+        """The run on several processes; `on[r]` are the options of rank r."""
+        return self.server.start_ranks(ranks, str(self.settings(name)), *overrides, on=on)
+
+    def run_ranks(
+        self, ranks: int, name: str, *overrides: str, on: dict[int, dict[str, Any]] | None = None
+    ) -> list[Ended]:
+        return self.start_ranks(ranks, name, *overrides, on=on).wait()
+
+    def finish(self, ranks: int, name: str, *overrides: str) -> list[Ended]:
+        """Let the run go on to its end."""
+        ended = self.run_ranks(ranks, name, *overrides)
+        assert [e.code for e in ended] == [0] * ranks, [e.err for e in ended]
+        assert self.status(name)[0] == "finished"
+        return ended
+
+    def log(self, name: str) -> str:
+        return (self.directory(name) / "log.txt").read_text()
+
     def checkpoints(self, name: str) -> Checkpoints:
         return Checkpoints(self.directory(name) / "checkpoints", keep=2, warn=lambda line: None)
 
@@ -84,6 +103,9 @@ class Runs:
             "metrics": self.metrics(name),
             "report": {key: value for key, value in report.items() if key not in ("run", "speed")},
         }
+
+    def losses(self, name: str) -> list[float]:
+        return [record["loss"] for record in self.metrics(name) if record["kind"] == "train"]
 
     @staticmethod
     def content(path: Path) -> tuple[Any, ...]:
