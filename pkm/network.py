@@ -90,7 +90,7 @@ def speed(backend: str, found: Sequence[dict[int, float]], config: Config | None
         dense = 4 * parameters(config, vocab_size_of(config.corpus.path) or 0).dense
         milliseconds = dense / largest * slowest[largest] * 1000
         text += f"; the dense gradients of a step, {size(dense)}, take {milliseconds:.1f} ms"
-    if backend == "nccl" and per_second[largest] < SLOW_NCCL:
+    if backend == "nccl" and ranks > 1 and per_second[largest] < SLOW_NCCL:
         advice = "slow for GPUs: does NCCL fall back to TCP? NCCL_DEBUG=INFO tells which network it uses"
         return Finding(backend, "note", text, advice)
     return Finding(backend, "ok", text)

@@ -90,8 +90,8 @@ def minutes(time: str) -> float:
 def check(job: Job, resolved: Resolved[Config]) -> list[str]:
     """Refuse what the job would fail of hours after it was submitted; returns what is only worth knowing.
 
-    UserErrors with every mistake in the job; UserErrors for a config that so many ranks cannot share; UserError for
-    settings that the run did not begin with.
+    UserErrors with every mistake in the job; UserErrors for a config that so many ranks cannot share; UserError for a
+    run that is finished or did not begin with these settings.
     """
     wrong = list(_mistakes(job, resolved))
     if wrong:
@@ -99,15 +99,25 @@ def check(job: Job, resolved: Resolved[Config]) -> list[str]:
             f"{len(wrong)} {'mistake' if len(wrong) == 1 else 'mistakes'} in what is asked of SLURM", wrong
         )
     resolved.refuse(impossible_for(resolved.config, job.ranks))
-    config = resolved.config
-    if (config.directory / "config.yaml").exists():
-        from pkm.run import refuse_changes  # brings torch
-
-        refuse_changes(config.directory / "config.yaml", config)
-    notes = []
-    if vocab_size_of(config.corpus.path) is None:
-        notes.append(f"there is no prepared corpus at {config.corpus.path} yet: the job will fail without one")
+    notes = list(_of_the_run(resolved.config))
+    if vocab_size_of(resolved.config.corpus.path) is None:
+        notes.append(f"there is no prepared corpus at {resolved.config.corpus.path} yet: the job will fail without one")
     return notes
+
+
+def _of_the_run(config: Config) -> Iterator[str]:
+    """What is worth knowing of a run that began already; UserError if it is finished or began with other settings."""
+    if not (config.directory / "config.yaml").exists():
+        return
+    from pkm.run import read_status, refuse_changes  # brings torch
+
+    refuse_changes(config.directory / "config.yaml", config)
+    status = read_status(config.directory)
+    if status.get("state") == "finished" and status.get("step", 0) >= config.optim.steps:
+        fix = "read its report.md; to train on, raise optim.steps; to train again, give it another name"
+        raise UserError(f"the run is finished: all {config.optim.steps} steps are done", str(config.directory), fix)
+    if status.get("state") == "running":
+        yield f"the run was at work on {status.get('host')} at {status.get('time')}: while it is, a second job is refused"
 
 
 PLAIN = re.compile(r"[\w.,:;/@%+=&|*()\[\]{}!~^-]+")
@@ -258,6 +268,9 @@ def launch(job: Job, config_file: str, overrides: list[str], root: Path, dry_run
         return
     path = file_of(config)
     files.atomic_write(path, text)
+    if job.output and "%" not in (folder := str(Path(job.output).parent)):
+        with files.explained(folder):
+            Path(folder).mkdir(parents=True, exist_ok=True)  # SLURM does not, and the job would die without a word
     number = submit(path)
     yield f"submitted job {number}: {job.ranks} ranks on {job.nodes} node{'s' * (job.nodes > 1)}, from {path}"
     yield f"log: {(job.output or str(path.with_name('%j.log'))).replace('%j', number)}"

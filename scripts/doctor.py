@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +51,8 @@ def main() -> int:
     if args.json:
         print(json.dumps(as_json(found), indent=2))
     else:
-        Console().print(table(found))
+        # A log has no width; rich takes it for 80 columns.
+        Console(width=None if sys.stdout.isatty() else 160).print(table(found))
     failed = list(dict.fromkeys(finding.about for finding in found if finding.status == "fail"))
     if failed and not args.json:
         print(f"not fit for training: {', '.join(failed)}")

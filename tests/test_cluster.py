@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as td
 
 from pkm import cluster, configfile, network, selftest, sharedfiles
@@ -219,6 +220,22 @@ class TestRealRanks:
 
         (said,) = on_ranks(tmp_path, 1, join)
         assert said.startswith("127.0.0.1:") and "cannot reach the others" in said and "GLOO_SOCKET_IFNAME" in said
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_sums_on_a_gpu_arrive_over_nccl() -> None:
+    """One rank: all that one GPU allows. In a process of its own, since CUDA does not survive a fork."""
+    program = (
+        "from pkm import gathered, network\n"
+        "network.NCCL_SIZES = (1 << 10, 1 << 24)\n"
+        "gathered.join()\n"
+        "print(network.nccl(None))"
+    )
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, env=os.environ | environment
+    )
+    assert "status='ok'" in done.stdout and "16.0 MiB in" in done.stdout, done.stdout + done.stderr
 
 
 class TestWhereRanksAre:

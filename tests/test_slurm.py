@@ -432,6 +432,30 @@ class TestLaunch:
         with pytest.raises(UserError, match="seed: 1 -> 2"):
             launch(config_file, "seed=2")
 
+    def test_a_run_that_is_finished_is_not_submitted_again_unless_it_is_made_longer(self, config_file: Path) -> None:
+        folder = config_file.parent / "runs/a/b"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(config_file.read_text())
+        (folder / "status.json").write_text('{"state": "finished", "step": 20}')
+        with pytest.raises(UserError, match="all 20 steps are done"):
+            launch(config_file)
+        launch(config_file, "optim.steps=30")
+
+    def test_a_run_that_is_at_work_is_said(self, config_file: Path) -> None:
+        folder = config_file.parent / "runs/a/b"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(config_file.read_text())
+        (folder / "status.json").write_text('{"state": "running", "step": 0, "host": "n7", "time": "noon"}')
+        assert "note: the run was at work on n7 at noon" in launch(config_file)
+
+    def test_the_folder_of_a_log_of_ones_own_is_made(
+        self, config_file: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PATH", f"{cluster.folder}/bin:/usr/bin:/bin")
+        monkeypatch.setenv("FAKE", str(cluster.folder))
+        assert "log: logs/today/4711.txt" in launch(config_file, dry_run=False, output="logs/today/%j.txt")
+        assert Path("logs/today").is_dir()
+
     def test_a_corpus_that_is_not_there_yet_is_said(self, config_file: Path) -> None:
         assert "note: there is no prepared corpus at later" in launch(config_file, "corpus.path=later")
 
