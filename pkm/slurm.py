@@ -206,10 +206,10 @@ def script(job: Job, config: Config, arguments: list[str], root: Path, directory
     }
     asked = [f"--{name}={value}" for name, value in options.items() if value is not None]
     settings = {
-        "ROOT": root,
-        "RANKS": job.ranks_per_node,
-        "GRACE": max(job.signal_seconds - 30, 10),
-        "DOCTOR": "yes" if job.doctor else "no",
+        "PKM_ROOT": root,
+        "PKM_RANKS": job.ranks_per_node,
+        "PKM_GRACE": max(job.signal_seconds - 30, 10),
+        "PKM_DOCTOR": "yes" if job.doctor else "no",
     }
     run = [*arguments, f"max_minutes={max_minutes(job, config):g}"]
     return "\n".join(

@@ -202,7 +202,7 @@ class TestSignal:
         os.mkfifo(cluster.folder / "never")
         never = os.open(cluster.folder / "never", os.O_RDWR)
         train = 'until_asked; exec 1>&- 2>&-; read -r _ <"$FAKE/never"'
-        code, output = cluster.job(train, send=signal.SIGUSR1, GRACE="1")
+        code, output = cluster.job(train, send=signal.SIGUSR1, PKM_GRACE="1")
         os.write(never, b"\n")
         os.close(never)
         assert "did not stop within 1 s" in output
@@ -225,7 +225,7 @@ class TestDoctor:
         assert code == 1 and not (cluster.folder / "trained").exists() and cluster.requeues() == 0
 
     def test_the_doctor_can_be_left_out(self, cluster: Cluster) -> None:
-        assert cluster.job("status finished", FAKE_DOCTOR="exit 1", DOCTOR="no")[0] == 0
+        assert cluster.job("status finished", FAKE_DOCTOR="exit 1", PKM_DOCTOR="no")[0] == 0
 
     def test_preempted_while_the_doctor_looks_the_job_is_requeued_without_training(self, cluster: Cluster) -> None:
         code, output = cluster.job("touch $FAKE/trained", send=signal.SIGTERM, FAKE_DOCTOR="until_asked")
@@ -257,7 +257,7 @@ class TestTorchrun:
         assert any(line.startswith("PET_SIGNALS_TO_HANDLE=") and "SIGUSR1" in line for line in environment)
 
     def test_many_nodes_meet_at_the_first_one_which_alone_hosts_the_meeting(self, cluster: Cluster) -> None:
-        cluster.job("status finished", "many_nodes.sbatch", DOCTOR="no", SLURM_RESTART_COUNT="2")
+        cluster.job("status finished", "many_nodes.sbatch", PKM_DOCTOR="no", SLURM_RESTART_COUNT="2")
         first, second = [line for line in cluster.said("python") if "train.py" in line]
         assert " --rdzv-conf is_host=1 " in first and " --rdzv-conf is_host=0 " in second
         rest = (
@@ -269,7 +269,7 @@ class TestTorchrun:
     def test_a_port_that_somebody_listens_at_is_passed_over(self, cluster: Cluster) -> None:
         server, number = listening()
         with server:
-            cluster.job("status finished", "many_nodes.sbatch", DOCTOR="no", SLURM_JOB_ID=str(number))
+            cluster.job("status finished", "many_nodes.sbatch", PKM_DOCTOR="no", SLURM_JOB_ID=str(number))
         meeting = next(line for line in cluster.said("python") if "train.py" in line).split("head:")[1].split()[0]
         assert int(meeting) > 10000 + number
 
@@ -386,7 +386,7 @@ class TestLaunch:
             train[0].endswith("/train.py c.yaml optim.steps=9 max_minutes=1425") and "--nproc-per-node 2 " in train[0]
         )
         environment = (cluster.folder / "environment").read_text().splitlines()
-        assert {"activated=yes, a module", "OMP_NUM_THREADS=6", "DOCTOR=yes"} <= set(environment)
+        assert {"activated=yes, a module", "OMP_NUM_THREADS=6", "PKM_DOCTOR=yes"} <= set(environment)
 
     def test_the_log_goes_to_the_runs_directory_whatever_its_path(self, config_file: Path) -> None:
         line = next(line for line in launch(config_file).splitlines() if "--output" in line)
@@ -500,7 +500,7 @@ def test_in_a_real_job_a_rank_that_dies_is_started_again_and_all_stop_on_a_signa
     file, run = tmp_path / "c.yaml", tmp_path / "runs" / "tiny"
     file.write_text(configfile.dump(config))
     (cluster.folder / "bin" / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
-    cluster.settings = {"RANKS": "2", "DOCTOR": "no", "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    cluster.settings = {"PKM_RANKS": "2", "PKM_DOCTOR": "no", "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     process = cluster.start(SLURM / "one_node.sbatch", file)
     impatience = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
     impatience.start()

@@ -2,12 +2,12 @@
 # What the sbatch files of this folder share: they source it.
 #
 #   begin CONFIG [key=value ...]   sets RUN, the run's directory; from here on a signal asks the run to stop
-#   run COMMAND ...                runs it to its end, or to GRACE seconds after a signal; sets `code`
+#   run COMMAND ...                runs it to its end, or to PKM_GRACE seconds after a signal; sets `code`
 #   finish                         ends the job as the run ended: requeued if it was stopped, else with its exit status
 #
 # Why a file STOP, and no signal, to the run: torchrun dies of a SIGUSR1 it was not told about and leaves the ranks
 # behind; after a SIGTERM it kills them within 30 seconds (before torch 2.12 whatever one says), saved or not. A file is
-# seen by all ranks at the same step, on any number of nodes, and the run has all of GRACE to save in.
+# seen by all ranks at the same step, on any number of nodes, and the run has all of PKM_GRACE to save in.
 
 asked=''    # the signal that came
 deadline='' # SECONDS at which waiting for the run ends, once asked
@@ -18,28 +18,28 @@ say() { echo "$(date '+%F %T') job $SLURM_JOB_ID: $*"; }
 begin() {
     export PYTHONUNBUFFERED=1
     # One rank's share of the node's cores: by itself every rank would start as many threads as there are cores.
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((${SLURM_CPUS_PER_TASK:-1} / RANKS > 0 ? ${SLURM_CPUS_PER_TASK:-1} / RANKS : 1))}
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((${SLURM_CPUS_PER_TASK:-1} / PKM_RANKS > 0 ? ${SLURM_CPUS_PER_TASK:-1} / PKM_RANKS : 1))}
     # Should torchrun get a signal all the same, from `scancel` or a preemption: pass it on, and wait for the save.
     export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
-    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$GRACE
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$PKM_GRACE
     # Ranks that are started again would meet by what those before them left in torchrun's own store, and wait for the dead
     # (pytorch issue 135712, seen up to torch 2.13): a new store for each start.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-    RUN=$(python "$ROOT/scripts/launch_slurm.py" --print-directory "$@") || exit 2
+    RUN=$(python "$PKM_ROOT/scripts/launch_slurm.py" --print-directory "$@") || exit 2
     mkdir -p "$RUN/slurm" || exit 2
     # A job that was killed while it waited for the run to stop leaves its STOP behind.
     if grep -qs '^SLURM job ' "$RUN/STOP"; then rm -f "$RUN/STOP"; fi
     status_before=$(status)
     trap 'ask SIGUSR1' USR1
     trap 'ask SIGTERM' TERM
-    say "$RUN, $RANKS ranks on each of ${SLURM_JOB_NUM_NODES:-1} nodes, restart ${SLURM_RESTART_COUNT:-0} of this job"
+    say "$RUN, $PKM_RANKS ranks on each of ${SLURM_JOB_NUM_NODES:-1} nodes, restart ${SLURM_RESTART_COUNT:-0} of this job"
 }
 
 ask() {
     if [[ -n $asked ]]; then return; fi
     asked=$1
-    deadline=$((SECONDS + GRACE))
+    deadline=$((SECONDS + PKM_GRACE))
     say "$asked: asking the run to save and stop"
     echo "SLURM job $SLURM_JOB_ID, $asked" >"$RUN/STOP" || say "cannot write $RUN/STOP"
 }
@@ -55,7 +55,7 @@ run() {
         elif ((SECONDS < deadline)); then
             sleep 1
         else
-            say "the run did not stop within $GRACE s"
+            say "the run did not stop within $PKM_GRACE s"
             code=1
             return
         fi
