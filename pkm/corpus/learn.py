@@ -25,7 +25,7 @@ def learn(
 ) -> None:
     """Write `codes`, then `vocab`, into a directory. counts: files of `word count` lines, zst."""
     if config.subwords.codes_file is not None and config.subwords.vocab_file is not None:
-        _take(config.subwords.codes_file, config.subwords.vocab_file, into)
+        _take(config.subwords.codes_file, config.subwords.vocab_file, config.subwords.specials, into)
         return
     from pkm.text.bpe import count_pieces
     from pkm.text.bpe import learn as learn_codes
@@ -37,7 +37,7 @@ def learn(
         raise UserError("there is no word to learn subwords from", "sources", "check what the corpus is read from")
     codes = learn_codes(words, config.subwords.codes)
     atomic_write(into / "codes", codes.to_bytes())
-    vocab = Vocab.from_counts(count_pieces(codes, words), config.subwords.min_count)
+    vocab = Vocab.from_counts(count_pieces(codes, words), config.subwords.min_count, config.subwords.specials)
     atomic_write(into / "vocab", vocab.to_bytes())
     stages["learning subwords"] = {
         "tasks": 1,
@@ -61,12 +61,12 @@ def merged(paths: Sequence[Path]) -> Counter[str]:
     return total
 
 
-def _take(codes_file: Path, vocab_file: Path, into: Path) -> None:
+def _take(codes_file: Path, vocab_file: Path, specials: tuple[str, ...], into: Path) -> None:
     """Copy given codes and vocabulary, if they load."""
     from pkm.text.bpe import Codes
     from pkm.text.vocab import Vocab
 
     Codes.load(codes_file)
-    Vocab.load(vocab_file)
+    Vocab.load(vocab_file, specials)
     atomic_write(into / "codes", codes_file.read_bytes())
     atomic_write(into / "vocab", vocab_file.read_bytes())

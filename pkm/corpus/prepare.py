@@ -224,7 +224,7 @@ def _assemble(config: PrepareConfig, inputs: list[Input], damage: DamageLimit, t
     corpus = work / "corpus"
     for name in ("codes", "vocab"):
         atomic_write(corpus / name, (work / "learn" / name).read_bytes())
-    vocab = Vocab.load(corpus / "vocab")
+    vocab = Vocab.load(corpus / "vocab", config.subwords.specials)
     shards: dict[str, list[Shard]] = {name: [] for name in SPLITS} | {"train": train}
     about, ids = tasks.load_held(work, len(train))
     ends = np.cumsum([0, *about["tokens"]])

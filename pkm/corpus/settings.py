@@ -66,6 +66,8 @@ class Subwords(Part):
     """Text to learn them from, drawn from the training articles by their hashes."""
     min_count: Positive = 1
     """Subwords seen fewer times in the sample are left out of the vocabulary."""
+    specials: tuple[Annotated[str, Field(pattern=r"^\S+$")], ...] = tuple(f"<special{i}>" for i in range(10))
+    """Marks for uses of one's own, with ids from 4 on, before those of subwords (the paper's code has ten)."""
     codes_file: Path | None = None
     """fastBPE codes to use instead of learning."""
     vocab_file: Path | None = None

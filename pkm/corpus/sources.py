@@ -6,7 +6,7 @@ Neither depends on who reads: the same files give the same pieces in the same or
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -96,7 +96,8 @@ def _list_path(path: str, source: Source, where: str) -> list[Input]:
             if PurePosixPath(inner).name[:1] not in "._":
                 entries = [e for e in entries if PurePosixPath(e["name"]).name[:1] not in "._"]
         elif fs.isdir(inner):
-            entries = [e for e in fs.find(inner, detail=True).values() if not _hidden(e["name"], inner)]
+            found = _walk(fs, inner) if "file" in _protocols(fs) else fs.find(inner, detail=True).values()
+            entries = [entry for entry in found if not _hidden(entry["name"], inner)]
         else:
             entries = [fs.info(inner)]
     except FileNotFoundError as error:
@@ -110,6 +111,16 @@ def _list_path(path: str, source: Source, where: str) -> list[Input]:
         what = f"{path!r} holds no files of a known kind" if entries else f"nothing matches {path!r}"
         raise UserError(what, where, f"check the path, or give `format:` (known endings: {', '.join(FORMATS)})")
     return known
+
+
+def _walk(fs: Any, folder: str) -> Iterator[dict[str, Any]]:
+    """Files in a local folder. fsspec's own walk passes over, in silence, what may not be read."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for directory, _, names in os.walk(folder, onerror=stop):
+        yield from (fs.info(os.path.join(directory, name)) for name in names)
 
 
 def _hidden(name: str, folder: str) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, fsync_directory, sha256
-from pkm.text.vocab import Vocab
+from pkm.text.vocab import SPECIALS, Vocab
 
 if TYPE_CHECKING:
     from pkm.text.encode import Encoder
@@ -166,7 +166,7 @@ def open_corpus(path: str | Path) -> Corpus:
             raise UserError(
                 "it was changed after the corpus was prepared", str(path / name), "prepare the corpus again"
             )
-    vocab = Vocab.load(path / "vocab")
+    vocab = Vocab.load(path / "vocab", manifest["vocab"].get("specials", SPECIALS))
     dtype = np.dtype(manifest["dtype"])
     splits = {}
     for name in SPLITS:
@@ -311,7 +311,7 @@ def write_manifest(
         "dtype": id_type(vocab.size).str,
         "vocab_size": vocab.size,
         "codes": {"sha256": sha256(path / "codes")},
-        "vocab": {"sha256": sha256(path / "vocab")},
+        "vocab": {"sha256": sha256(path / "vocab"), "specials": list(vocab.specials)},
         "splits": {},
     }
     for name in SPLITS:

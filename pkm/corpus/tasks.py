@@ -256,8 +256,9 @@ def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
 def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     """Encode a group: its training articles are one shard; its held-out ones are kept aside with their hashes."""
     learned = work / "learn"
-    tokenizer = load_config(work).tokenizer
-    encoder = _encoder(learned, sha256(learned / "codes") + sha256(learned / "vocab"), tokenizer)
+    config = load_config(work)
+    content = sha256(learned / "codes") + sha256(learned / "vocab")
+    encoder = _encoder(learned, content, config.subwords.specials, config.tokenizer)
     vocab = encoder.vocab
     writer = ShardWriter(work / "corpus", f"train-{rank:05d}", vocab.size)
     held: list[tuple[np.void, int, int, int, array]] = []
@@ -281,13 +282,13 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _encoder(learned: Path, content: str, tokenizer: Tokenizer) -> Encoder:
+def _encoder(learned: Path, content: str, specials: tuple[str, ...], tokenizer: Tokenizer) -> Encoder:
     """The encoder; a worker keeps it, and what it remembers, from one task to the next. content: tells codes apart."""
     from pkm.text.bpe import Codes
     from pkm.text.encode import Encoder
     from pkm.text.vocab import Vocab
 
-    codes, vocab = Codes.load(learned / "codes"), Vocab.load(learned / "vocab")
+    codes, vocab = Codes.load(learned / "codes"), Vocab.load(learned / "vocab", specials)
     return Encoder(codes, vocab, **tokenizer.model_dump())
 
 

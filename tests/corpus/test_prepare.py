@@ -218,6 +218,21 @@ def test_given_codes_and_vocabulary_are_used_as_they_are(prepared):
     assert (second / "codes").read_bytes() == (first / "codes").read_bytes()
 
 
+def test_specials_are_a_setting_and_move_the_ids_of_subwords(prepared):
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+    ten, two = (
+        open_corpus(prepared("in.jsonl", name, subwords={"codes": 50, **extra}))
+        for name, extra in (("ten", {}), ("two", {"specials": ["<news>", "<date>"]}))
+    )
+    assert two.vocab.pieces[4:6] == ["<news>", "<date>"]
+    assert two.vocab.size == ten.vocab.size - 8
+    ids = ten.train.read(0, 100)
+    assert np.array_equal(two.train.read(0, 100), np.where(ids >= 14, ids - 8, ids))
+    assert two.fingerprint != ten.fingerprint
+    with pytest.raises(UserError, match="<s>"):
+        prepared("in.jsonl", "odd", subwords={"codes": 50, "specials": ["<s>"]})
+
+
 def test_xlm_normalization_and_escaping_are_recorded_and_applied(prepared):
     write_jsonl(Path("in.jsonl"), [f"{text} “x & y”" for text in made_articles(40)])
     corpus = open_corpus(prepared("in.jsonl", tokenizer={"escape": True, "normalize": "xlm"}))

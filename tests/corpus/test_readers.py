@@ -234,6 +234,23 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch):
         inputs(str(path))
 
 
+def test_a_folder_that_may_not_be_read_is_not_passed_over(tmp_path: Path, monkeypatch):
+    import os
+
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "in.txt").write_text("x")
+    scandir = os.scandir
+
+    def refuses(path):
+        if str(path).rstrip("/").endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refuses)
+    with pytest.raises(UserError, match="no permission"):
+        inputs(str(tmp_path))
+
+
 def test_compression_is_told_by_the_first_bytes_not_by_the_name(tmp_path: Path):
     (tmp_path / "plain.txt.gz").write_text("not packed")
     (tmp_path / "packed.txt").write_bytes(gzip.compress(b"packed"))
