@@ -32,7 +32,7 @@ class Cell:
     def report(self) -> dict[str, Any] | None:
         """What its report.json holds; None if there is none yet."""
         path = self.config.directory / "report.json"
-        return json.loads(path.read_text()) if path.is_file() else None  # type: ignore[no-any-return]
+        return json.loads(path.read_text()) if path.is_file() else None
 
 
 @dataclass(frozen=True)

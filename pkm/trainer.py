@@ -230,7 +230,3 @@ def _columns(model: Transformer, tensors: dict[str, Tensor]) -> set[str]:
     """Names of the tensors that the ranks share out by columns: sharded values and what their optimizer keeps of them."""
     tables = [f".blocks.{layer - 1}.memory.values." for layer, memory in model.memories() if memory.sharded]
     return {name for name, tensor in tensors.items() if tensor.ndim == 2 and any(table in name for table in tables)}
-
-
-def _meters(model: Transformer) -> dict[int, UsageMeter]:
-    return {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
