@@ -14,7 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 
 from pkm.errors import UserError, exits_cleanly
@@ -104,15 +104,14 @@ class Codes:
         """A word's characters merged as far as the codes go; the last symbol ends in `</w>`."""
         symbols = characters(word)
         rank_of, none = self._ranks.get, len(self._ranks)
-        ranks = [rank_of(pair, none) for pair in pairwise(symbols)]
+        ranks = [*map(rank_of, pairwise(symbols), repeat(none))]
         while ranks and (best := min(ranks)) < none:
             # All places of a pair, from the left on, before the next pair is looked for: as fastBPE does it.
             while best in ranks:
                 i = ranks.index(best)
-                joined = symbols[i] + symbols[i + 1]
-                symbols[i : i + 2] = [joined]
+                joined = symbols[i] = symbols[i] + symbols.pop(i + 1)
                 del ranks[i]
-                if i > 0:
+                if i:
                     ranks[i - 1] = rank_of((symbols[i - 1], joined), none)
                 if i < len(ranks):
                     ranks[i] = rank_of((joined, symbols[i + 1]), none)

@@ -69,9 +69,12 @@ def _plain_tokens(chunk: str, following: str | None) -> str:
     """A chunk without dots, commas or apostrophes but for one dot or comma at its end: only symbols are split."""
     stem, end = (chunk[:-1], chunk[-1]) if chunk[-1] in ".," else (chunk, "")
     text = split_symbols(stem)
-    stays = end == "." and following is not None and not splits_full_stop(text.rpartition(" ")[2], following)
-    text = f"{text}{end}" if stays else f"{text} {end}"
-    return " ".join(text.split())
+    word = text.rpartition(" ")[2]
+    if end == "." and word and following is not None and not splits_full_stop(word, following):
+        text += end
+    elif end:
+        text = f"{text} {end}"
+    return text if word == stem else " ".join(text.split())
 
 
 def _context_tokens(chunk: str, starts: bool, ends: bool, following: str | None) -> str:
