@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pkm
-from pkm.corpus.settings import Executor
+from pkm.corpus.settings import Slurm
 from pkm.corpus.stage import TICK_SECONDS, Monitor, Progress, Stage, Task, raise_failure, silence
 from pkm.errors import UserError
 from pkm.files import atomic_write
@@ -21,8 +21,8 @@ from pkm.files import atomic_write
 Watch = Callable[[Progress], None]
 
 
-def run_stage(stage: Stage, executor: Executor, watch: Watch) -> None:
-    """Do what is missing of a stage. `watch` hears about every second how far it is, and may raise to stop it.
+def run_stage(stage: Stage, workers: int | None, slurm: Slurm | None, watch: Watch) -> None:
+    """Do what is missing of a stage, with `workers` of this machine (None: one a core) or as SLURM jobs. `watch` hears about every second how far it is, and may raise to stop it.
 
     UserError where a task fails with one, or a worker dies; other failures of a task come with its traceback.
     """
@@ -36,13 +36,13 @@ def run_stage(stage: Stage, executor: Executor, watch: Watch) -> None:
         (stage.work / stage.name / "failed" / f"{rank:05d}").unlink(missing_ok=True)
         (stage.work / stage.name / "running" / f"{rank:05d}").unlink(missing_ok=True)
     silence()
-    workers = min(executor.workers or cores(), len(missing))
-    if executor.kind == "slurm":
-        _run_on_slurm(stage, executor, watch)
-    elif workers == 1:
+    here = min(workers or cores(), len(missing))
+    if slurm is not None:
+        _run_on_slurm(stage, workers, slurm, watch)
+    elif here == 1:
         _run_alone(stage, missing, watch)
     else:
-        _run_here(stage, workers, watch)
+        _run_here(stage, here, watch)
 
 
 def cores() -> int:
@@ -119,11 +119,11 @@ def _run_here(stage: Stage, workers: int, watch: Watch) -> None:
         )
 
 
-def _run_on_slurm(stage: Stage, executor: Executor, watch: Watch) -> None:
+def _run_on_slurm(stage: Stage, workers: int | None, slurm: Slurm, watch: Watch) -> None:
     """Submit a job array with datatrove and wait for it; a job that an earlier call submitted is waited for, too."""
     from datatrove.executor import SlurmPipelineExecutor
 
-    slurm, record = executor.slurm, stage.work / stage.name / "slurm_job"
+    record = stage.work / stage.name / "slurm_job"
     job = record.read_text() if record.exists() else ""
     if not job or not _in_queue(job):
         minutes = round(slurm.hours * 60)
@@ -133,7 +133,7 @@ def _run_on_slurm(stage: Stage, executor: Executor, watch: Watch) -> None:
             time=f"{minutes // 60}:{minutes % 60:02d}:00",
             partition=slurm.partition or "",
             qos="",
-            workers=executor.workers or -1,
+            workers=workers or -1,
             mem_per_cpu_gb=slurm.memory_gigabytes,
             job_name=f"prepare-{stage.name}",
             sbatch_args=dict(slurm.options),
@@ -144,8 +144,8 @@ def _run_on_slurm(stage: Stage, executor: Executor, watch: Watch) -> None:
         try:
             runner.run()
         except (OSError, subprocess.CalledProcessError) as error:
-            fix = "run the command where `sbatch` works, or with executor.kind=local"
-            raise UserError(f"the job could not be submitted: {error}", "executor.kind", fix) from error
+            fix = "run the command where `sbatch` works, or with executor=local"
+            raise UserError(f"the job could not be submitted: {error}", "executor", fix) from error
         job = str(runner.job_id)
         atomic_write(record, job)
     monitor = Monitor(stage)

@@ -99,7 +99,8 @@ def _differences(then: Any, now: Any, prefix: str = "") -> list[str]:
 
 
 def _run(config: PrepareConfig, stage: Stage, show: Show, outcome: Outcome) -> list[dict[str, Any]]:
-    run_stage(stage, config.executor, lambda progress: show(stage, progress))
+    slurm = config.slurm if config.executor == "slurm" else None
+    run_stage(stage, config.workers, slurm, lambda progress: show(stage, progress))
     reports = stage.reports()
     outcome.stages[stage.title] = {
         "tasks": len(reports),

@@ -85,7 +85,7 @@ class Tokenizer(Part):
 
 class Slurm(Part):
     partition: str | None = None
-    """Partition to submit to; needed for `executor.kind: slurm`."""
+    """Partition to submit to; needed for `executor: slurm`."""
     hours: Annotated[float, Field(gt=0)] = 12
     """Time limit of one job."""
     memory_gigabytes: Positive = 4
@@ -94,16 +94,8 @@ class Slurm(Part):
     """Further options of sbatch, without dashes: {account: me}."""
 
 
-class Executor(Part):
-    kind: Literal["local", "slurm"] = "local"
-    """Workers of this machine, or SLURM jobs (run the command on a login node; it waits for them)."""
-    workers: Positive | None = None
-    """Tasks at a time; null = one a core (local), as many as SLURM starts (slurm)."""
-    slurm: Slurm = Slurm()
-
-
 class PrepareConfig(Part):
-    """A preparation, whole. The result depends on everything here but `executor`."""
+    """A preparation, whole. The result depends on everything but `executor`, `workers` and `slurm`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Of the corpus."""
@@ -118,7 +110,11 @@ class PrepareConfig(Part):
     limits: Limits = Limits()
     subwords: Subwords = Subwords()
     tokenizer: Tokenizer = Tokenizer()
-    executor: Executor = Executor()
+    executor: Literal["local", "slurm"] = "local"
+    """Workers of this machine, or SLURM jobs (run the command on a login node; it waits for them)."""
+    workers: Positive | None = None
+    """Tasks at a time; null = one a core (local), as many as SLURM starts (slurm)."""
+    slurm: Slurm = Slurm()
 
     @property
     def directory(self) -> Path:
@@ -133,8 +129,8 @@ def impossible(config: PrepareConfig) -> list[tuple[str, str, str]]:
         found.append(
             (f"subwords.{missing}", "codes and vocabulary go together", "give both files, or neither to learn")
         )
-    if config.executor.kind == "slurm" and config.executor.slurm.partition is None:
-        found.append(("executor.slurm.partition", "SLURM needs a partition", "name one (`sinfo` lists them)"))
+    if config.executor == "slurm" and config.slurm.partition is None:
+        found.append(("slurm.partition", "SLURM needs a partition", "name one (`sinfo` lists them)"))
     if config.filters.max_words is not None and config.filters.max_words < config.filters.min_words:
         found.append(("filters.max_words", "it is below filters.min_words", "choose a larger one"))
     return found

@@ -65,10 +65,10 @@ def show_plan(config: PrepareConfig, inputs: list[Input], console: Console) -> N
     large = [file for file in inputs if needs_unpacking(file, target)]
     tasks = sum(1 for _ in units_of((p for f in inputs if f not in large for p in pieces_of(f, target)), target))
     tasks += sum(-(-file.text_bytes // target) for file in large)
-    workers = min(tasks, config.executor.workers or (cores() if config.executor.kind == "local" else tasks))
+    workers = min(tasks, config.workers or (cores() if config.executor == "local" else tasks))
     seconds, disk, left = _estimates(inputs, workers, large, config)
     console.print(
-        f"{len(inputs):,} files; {tasks:,} tasks, {workers} at a time ({config.executor.kind}): about {duration(seconds)}, "
+        f"{len(inputs):,} files; {tasks:,} tasks, {workers} at a time ({config.executor}): about {duration(seconds)}, "
         f"{size(disk)} of disk meanwhile, {size(left)} in the end "
         f"({size(free_bytes(config.directory))} are free)",
         highlight=False,

@@ -174,7 +174,7 @@ class Monitor:
             raise UserError(
                 f"a worker died without a word while {self.stage.title} (killed, or out of memory?)",
                 str(self.stage.work),
-                "run the same command again: it goes on where it was; with fewer `executor.workers` if memory is short",
+                "run the same command again: it goes on where it was; with fewer `workers` if memory is short",
             )
         # A task may end between two looks: only what is dead twice is.
         self._suspect = dead

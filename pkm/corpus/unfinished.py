@@ -51,7 +51,9 @@ def working_directory(final: Path) -> Iterator[Path]:
 
 def settings_of(config: PrepareConfig) -> dict[str, Any]:
     """The settings that decide the result."""
-    return config.model_dump(mode="json", exclude={"executor": True, "output": True, "limits": {"damaged"}})
+    return config.model_dump(
+        mode="json", exclude={"executor": True, "workers": True, "slurm": True, "output": True, "limits": {"damaged"}}
+    )
 
 
 def listing(inputs: list[Input]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
                 "held_out": {"valid": 4, "test": 3},
                 "filters": {"language": None},
                 "subwords": {"codes": 200},
-                "executor": {"workers": workers},
+                "workers": workers,
                 **settings,
             }
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pkm.corpus.engine import run_stage
-from pkm.corpus.settings import Executor, Slurm
+from pkm.corpus.settings import Slurm
 from pkm.corpus.stage import Stage, Tick
 from pkm.corpus.store import open_corpus
 from pkm.errors import UserError
@@ -49,33 +49,32 @@ def stage(work: Path, run, tasks: int = 5) -> Stage:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_task_runs_once_and_what_is_done_stays_done(tmp_path: Path, workers):
     seen = []
-    executor = Executor(workers=workers)
-    run_stage(stage(tmp_path, square), executor, lambda p: seen.append((len(p.reports), p.bytes_done, p.words)))
+    run_stage(stage(tmp_path, square), workers, None, lambda p: seen.append((len(p.reports), p.bytes_done, p.words)))
     assert [report["square"] for report in stage(tmp_path, square).reports()] == [0, 1, 4, 9, 16]
     assert seen[-1] == (5, 50, 10)
     stage(tmp_path, square).report(3).unlink()
-    run_stage(stage(tmp_path, square), executor, lambda p: None)
+    run_stage(stage(tmp_path, square), workers, None, lambda p: None)
     assert sorted((tmp_path / "ran").read_text().split()) == ["0", "1", "2", "3", "3", "4"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_mistake_met_by_a_task_reaches_the_user_and_the_next_call_goes_on(tmp_path: Path, workers):
     with pytest.raises(UserError, match="this input is odd") as caught:
-        run_stage(stage(tmp_path, refuse_two), Executor(workers=workers), lambda p: None)
+        run_stage(stage(tmp_path, refuse_two), workers, None, lambda p: None)
     assert (caught.value.where, caught.value.fix) == ("in.txt:3", "make it even")
-    run_stage(stage(tmp_path, square), Executor(workers=workers), lambda p: None)
+    run_stage(stage(tmp_path, square), workers, None, lambda p: None)
     assert stage(tmp_path, square).missing() == []
 
 
 def test_a_bug_in_a_task_comes_with_its_traceback(tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"squaring[\s\S]*ZeroDivisionError"):
-        run_stage(stage(tmp_path, break_at_two), Executor(workers=1), lambda p: None)
+        run_stage(stage(tmp_path, break_at_two), 1, None, lambda p: None)
 
 
 def test_a_worker_that_is_killed_is_noticed_and_the_next_call_goes_on(tmp_path: Path):
     with pytest.raises(UserError, match="a worker died without a word while squaring"):
-        run_stage(stage(tmp_path, die_at_two), Executor(workers=2), lambda p: None)
-    run_stage(stage(tmp_path, square), Executor(workers=1), lambda p: None)
+        run_stage(stage(tmp_path, die_at_two), 2, None, lambda p: None)
+    run_stage(stage(tmp_path, square), 1, None, lambda p: None)
     assert stage(tmp_path, square).missing() == []
 
 
@@ -84,7 +83,7 @@ def test_whoever_looks_on_can_stop_a_stage(tmp_path: Path):
         raise UserError("enough")
 
     with pytest.raises(UserError, match="enough"):
-        run_stage(stage(tmp_path, square), Executor(workers=2), stop)
+        run_stage(stage(tmp_path, square), 2, None, stop)
 
 
 @pytest.fixture
@@ -116,12 +115,8 @@ echo Submitted batch job 1
 def test_slurm_jobs_give_the_same_corpus_as_local_workers(slurm, prepared):
     write_jsonl(Path("in.jsonl"), made_articles(40))
     here = prepared("in.jsonl", "here")
-    executor = {
-        "kind": "slurm",
-        "workers": 3,
-        "slurm": {"partition": "cpu", "hours": 1.5, "options": {"account": "me"}},
-    }
-    there = prepared("in.jsonl", "there", executor=executor)
+    jobs = {"partition": "cpu", "hours": 1.5, "options": {"account": "me"}}
+    there = prepared("in.jsonl", "there", workers=3, executor="slurm", slurm=jobs)
     assert open_corpus(there).fingerprint == open_corpus(here).fingerprint
     script = (slurm / "script").read_text()
     assert "#SBATCH --partition=cpu" in script and "#SBATCH --account=me" in script
@@ -129,17 +124,17 @@ def test_slurm_jobs_give_the_same_corpus_as_local_workers(slurm, prepared):
 
 def test_slurm_tasks_that_did_not_finish_are_counted_and_their_logs_named(slurm, tmp_path: Path):
     (slurm / "sbatch").write_text("#!/bin/bash\necho Submitted batch job 7\n")
-    executor = Executor(kind="slurm", slurm=Slurm(partition="cpu"))
+    slurm_options = Slurm(partition="cpu")
     with pytest.raises(UserError, match="5 of 5 tasks did not finish while squaring") as caught:
-        run_stage(stage(tmp_path, square), executor, lambda p: None)
+        run_stage(stage(tmp_path, square), None, slurm_options, lambda p: None)
     assert "slurm_logs" in (caught.value.where or "")
 
 
 def test_without_slurm_the_error_says_so(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    executor = Executor(kind="slurm", slurm=Slurm(partition="cpu"))
+    slurm_options = Slurm(partition="cpu")
     with pytest.raises(UserError, match="could not be submitted"):
-        run_stage(stage(tmp_path, square), executor, lambda p: None)
+        run_stage(stage(tmp_path, square), None, slurm_options, lambda p: None)
 
 
 def test_a_task_notes_how_far_it_is(tmp_path: Path):

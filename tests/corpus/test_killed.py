@@ -29,7 +29,7 @@ sources: [{path: [plain.jsonl, packed.jsonl.gz]}]
 held_out: {valid: 6, test: 6}
 filters: {language: null}
 subwords: {codes: 100}
-executor: {workers: 2}
+workers: 2
 """
 
 

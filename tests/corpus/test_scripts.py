@@ -20,7 +20,7 @@ sources: [{path: in.jsonl}]
 held_out: {valid: 4, test: 3}
 filters: {language: null}
 subwords: {codes: 100}
-executor: {workers: 1}
+workers: 1
 """
 
 
@@ -57,10 +57,10 @@ def test_the_papers_corpus_has_the_papers_settings():
 def test_settings_that_contradict_each_other_are_named_at_once(tmp_path: Path):
     path = tmp_path / "x.yaml"
     path.write_text(CONFIG)
-    wrong = ["subwords.codes_file=c", "executor.kind=slurm", "filters.min_words=9", "filters.max_words=3"]
+    wrong = ["subwords.codes_file=c", "executor=slurm", "filters.min_words=9", "filters.max_words=3"]
     with pytest.raises(UserErrors) as caught:
         load(path, wrong, PrepareConfig, impossible)
-    for key in ("subwords.vocab_file", "executor.slurm.partition", "filters.max_words"):
+    for key in ("subwords.vocab_file", "slurm.partition", "filters.max_words"):
         assert key in str(caught.value) or key.rpartition(".")[2] in str(caught.value)
     assert len(caught.value.errors) == 3
 
