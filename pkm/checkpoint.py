@@ -321,10 +321,12 @@ class Checkpoints:
                 self.warn(f"going on from step {step}, the newest checkpoint that is whole")
             return loaded
         if steps:
-            raise UserError(
-                f"none of the {len(steps)} checkpoints can be used (named above)",
-                where=str(self.root),
-                fix="bring one back from a copy; to begin again from step 0, move this directory away",
+            raise dist.said_once(
+                UserError(
+                    f"none of the {len(steps)} checkpoints can be used (named above)",
+                    where=str(self.root),
+                    fix="bring one back from a copy; to begin again from step 0, move this directory away",
+                )
             )
         return None
 
@@ -336,7 +338,7 @@ class Checkpoints:
         if which == "latest":
             loaded = self._newest()
             if loaded is None:
-                raise UserError("there is no checkpoint", where=str(self.root), fix="train first")
+                raise dist.said_once(UserError("there is no checkpoint", where=str(self.root), fix="train first"))
             return loaded
         self.wait()
         directory = self.root
@@ -346,7 +348,7 @@ class Checkpoints:
         directory = dist.broadcast_object(directory)
         found = self._load(directory)
         if isinstance(found, str):
-            raise UserError(f"damaged: {found}", where=str(directory), fix="load another checkpoint")
+            raise dist.said_once(UserError(f"damaged: {found}", str(directory), "load another checkpoint"))
         return found
 
     def _find(self, which: int | str | Path) -> Path:

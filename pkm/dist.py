@@ -129,6 +129,11 @@ def together(group: Group = None) -> Iterator[None]:
     raise ToldElsewhere(*cast(Any, met[first])) from error
 
 
+def said_once(error: UserError) -> UserError:
+    """An error that every rank meets alike, to raise: rank 0 says it for all of them."""
+    return error if is_main() else ToldElsewhere(error.what, error.where, error.fix)
+
+
 def loss_of_rank(error: BaseException | None) -> str | None:
     """What was noticed, if `error` says that another rank ended while this one was waiting for it."""
     if not isinstance(error, RuntimeError):

@@ -54,10 +54,12 @@ def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> 
             run.metrics.cut(0)
         return State()
     if loaded.record["corpus"] != corpus.fingerprint:
-        raise UserError(
-            f"the run began on another corpus ({loaded.record['corpus'][:12]}) than this one ({corpus.fingerprint[:12]})",
-            str(corpus.path),
-            "point corpus.path at the corpus it began with, or start another run with another name",
+        raise dist.said_once(
+            UserError(
+                f"the run began on another corpus ({loaded.record['corpus'][:12]}) than this one ({corpus.fingerprint[:12]})",
+                str(corpus.path),
+                "point corpus.path at the corpus it began with, or start another run with another name",
+            )
         )
     everything = _everything(model, optim)
     with dist.together():
@@ -118,10 +120,12 @@ def train(
         scale.update(overflowed=not finite)
         state.count(step, finite, scale.record())
         if state.skipped_in_a_row >= config.optim.max_skipped:
-            raise UserError(
-                f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; the checkpoints before them stay",
-                f"step {step}",
-                "lower optim.dense.lr or optim.values.lr, warm up longer, or choose precision bf16 or fp32",
+            raise dist.said_once(
+                UserError(
+                    f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; the checkpoints before them stay",
+                    f"step {step}",
+                    "lower optim.dense.lr or optim.values.lr, warm up longer, or choose precision bf16 or fp32",
+                )
             )
         clock.tick(step, config.optim.batch_tokens)
 

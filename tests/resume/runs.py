@@ -72,6 +72,10 @@ class Runs:
         assert self.status(name)[0] == "finished"
         return ended
 
+    def holder(self, name: str) -> dict[str, Any]:
+        """Who says to be at work on the run."""
+        return json.loads((self.directory(name) / "lock").read_text())
+
     def log(self, name: str) -> str:
         return (self.directory(name) / "log.txt").read_text()
 
