@@ -114,7 +114,8 @@ def inputs(size: Size, device: torch.device, sets: int = 3) -> list[Tensor]:
     often = torch.arange(1, len(centres) + 1).float() ** -0.5
     which = [torch.multinomial(often, size.tokens, replacement=True, generator=generator) for _ in range(sets)]
     noise = torch.randn(sets, size.tokens, size.dim, generator=generator)
-    return [(centres[w] + 0.17 * z).to(device).unsqueeze(0) for w, z in zip(which, noise, strict=True)]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # what autocast would make of it
+    return [(centres[w] + 0.17 * z).to(device, dtype).unsqueeze(0) for w, z in zip(which, noise, strict=True)]
 
 
 class FeedForward(nn.Sequential):
@@ -256,9 +257,9 @@ def floors(size: Size, used: int, settings: ValuesOptim, copy: float, rate: floa
     moment = 2 if settings.state_dtype == "bf16" else 4
     master = 4 if settings.dtype == "bf16+master" else 0
     operations = 2 * s.tokens * s.dim * width + 2 * s.tokens * width * s.sub_keys  # query network, sub-key scores
-    moved = s.tokens * s.dim * (4 + compute) + s.dim * width * compute + used * s.dim * value + s.reads * 8
+    moved = s.tokens * s.dim * 2 * compute + s.dim * width * compute + used * s.dim * value + s.reads * 8
     forward = max(operations / rate, moved / copy)
-    back_moved = s.tokens * s.dim * (4 + compute) + 2 * s.dim * width * compute + used * s.dim * value + s.reads * 12
+    back_moved = s.tokens * s.dim * 2 * compute + 2 * s.dim * width * compute + used * s.dim * value + s.reads * 12
     backward = max(2 * operations / rate, back_moved / copy)
     update = used * s.dim * 2 * (value * (0.5 if master else 1) + 2 * moment + master) / copy
     return {
@@ -307,7 +308,7 @@ def stages(
         found["read"] = clock(lambda: triton_read.read(table, flat, w, dtype)), 1e-9 * gather
         found["sort by row"] = clock(lambda: triton_rows.plan(flat)), 1e-9 * flat.numel() * 12
         plan = triton_rows.plan(flat)
-        out = torch.empty(plan.distinct(), table.shape[1], device=device)
+        out = torch.empty(plan.counted()[1], table.shape[1], device=device)
         dots = torch.empty(w.shape, device=device)
         found["backward of the read, compact"] = (
             clock(lambda: triton_rows.backward(plan, grad, table, w, out, None, dots)),

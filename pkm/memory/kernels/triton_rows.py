@@ -77,68 +77,55 @@ def _finish(
         tl.store(out + at * D + d, grad.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
-def _piece(pieces, piece_slots, places, order, piece, last, BJ: tl.constexpr):
-    """Begin, end, row, whether the row is whole in this piece, place of the row, and the first BJ reads."""
-    there = piece < last
-    begin = tl.load(pieces + piece, mask=there, other=0)
-    end = tl.load(pieces + piece + 1, mask=there, other=0)
-    slot = tl.load(piece_slots + piece, mask=there, other=-1)
-    before = tl.load(piece_slots + piece - 1, mask=there & (piece > 0), other=-2)
-    after = tl.load(piece_slots + piece + 1, mask=there, other=-2)
-    place = tl.load(places + piece, mask=there, other=0).to(tl.int64)
-    e = begin + tl.arange(0, BJ)
-    q = tl.load(order + e, mask=e < end, other=0)
-    return begin, end, slot, (before != slot) & (after != slot), place, q
-
-
-@triton.jit(do_not_specialize=["seed", "M", "PROGRAMS"])
+@triton.jit(do_not_specialize=["seed", "M"])
 def rows_kernel(
     pieces, piece_slots, places, order, counts, weights, grad, table, dots, partial, out, mean, square, master, seed,
-    lr, b1, one_b1, b2, one_b2, c1, c2, eps, M, PROGRAMS,
+    lr, b1, one_b1, b2, one_b2, c1, c2, eps, M,
     J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BJ: tl.constexpr, PIECE: tl.constexpr,
     MODE: tl.constexpr, MASTER: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of rows and, with DOTS, of weights: a program takes every PROGRAMS-th piece."""
-    last = (tl.load(counts + M - 1) >> 32).to(tl.int32)
-    pid = tl.program_id(0)
-    begin, end, slot, whole, place, first_reads = _piece(pieces, piece_slots, places, order, pid, last, BJ)
-    for piece in range(pid, last, PROGRAMS):
-        part = 2 * (begin // PIECE) + (begin % PIECE != 0).to(tl.int32)
-        for column in range(0, D, BD):
-            d = column + tl.arange(0, BD)
-            ok = (d < D) & (slot >= 0)
-            v = tl.load(table + slot * D + d, mask=ok, other=0.0).to(tl.float32)
-            total = tl.zeros([BD], dtype=tl.float32)
-            reads = first_reads
-            for start in range(begin, end, BJ):
-                e = start + tl.arange(0, BJ)
-                q = reads
-                there = (e < end)[:, None] & ok[None, :]
-                g = tl.load(grad + (q // J)[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
-                w = tl.load(weights + q, mask=e < end, other=0.0)
-                # Asked for now, needed in the next turn: the chain of loads is what takes the time.
-                reads = tl.load(order + e + BJ, mask=e + BJ < end, other=0)
-                total += tl.sum(g * w[:, None], 0)
-                if DOTS:
-                    dot = tl.sum(g * v[None, :], 1)
-                    if D > BD and column > 0:
-                        dot += tl.load(dots + q, mask=e < end, other=0.0)
-                    tl.store(dots + q, dot, mask=e < end)
-            if (slot >= 0) & (MODE != NOTHING):
-                if whole:
-                    _finish(
-                        total, slot, place, d, D, MODE, out, table, mean, square, master, seed,
-                        lr, b1, one_b1, b2, one_b2, c1, c2, eps, MASTER,
-                    )  # fmt: skip
-                else:
-                    tl.store(partial + part.to(tl.int64) * D + d, total, mask=d < D)
-            if D > BD:
-                # The next slice of columns adds to the dots that other threads of this program have stored.
-                tl.debug_barrier()
-        begin, end, slot, whole, place, first_reads = _piece(
-            pieces, piece_slots, places, order, piece + PROGRAMS, last, BJ
-        )
+    """Gradient of rows and, with DOTS, of weights: a piece a program. Programs beyond the last piece do nothing."""
+    piece = tl.program_id(0)
+    if piece >= (tl.load(counts + M - 1) >> 32).to(tl.int32):
+        return
+    begin, end = tl.load(pieces + piece), tl.load(pieces + piece + 1)
+    slot, place = tl.load(piece_slots + piece), tl.load(places + piece).to(tl.int64)
+    if slot < 0:
+        # Reads of nothing have no gradient.
+        for start in range(begin, end, BJ):
+            e = start + tl.arange(0, BJ)
+            if DOTS:
+                q = tl.load(order + e, mask=e < end, other=0)
+                tl.store(dots + q, tl.zeros([BJ], tl.float32), mask=e < end)
+        return
+    for column in range(0, D, BD):
+        d = column + tl.arange(0, BD)
+        v = tl.load(table + slot * D + d, mask=d < D, other=0.0).to(tl.float32)
+        total = tl.zeros([BD], dtype=tl.float32)
+        for start in range(begin, end, BJ):
+            e = start + tl.arange(0, BJ)
+            q = tl.load(order + e, mask=e < end, other=0)
+            w = tl.load(weights + q, mask=e < end, other=0.0)
+            there = (e < end)[:, None] & (d < D)[None, :]
+            g = tl.load(grad + (q // J)[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
+            total += tl.sum(g * w[:, None], 0)
+            if DOTS:
+                dot = tl.sum(g * v[None, :], 1)
+                if D > BD and column > 0:
+                    dot += tl.load(dots + q, mask=e < end, other=0.0)
+                tl.store(dots + q, dot, mask=e < end)
+        before = tl.load(piece_slots + piece - 1, mask=piece > 0, other=-2)
+        if (before == slot) | (tl.load(piece_slots + piece + 1) == slot):
+            part = 2 * (begin // PIECE) + (begin % PIECE != 0).to(tl.int32)
+            tl.store(partial + part.to(tl.int64) * D + d, total, mask=d < D)
+        elif MODE != NOTHING:
+            _finish(
+                total, slot, place, d, D, MODE, out, table, mean, square, master, seed,
+                lr, b1, one_b1, b2, one_b2, c1, c2, eps, MASTER,
+            )  # fmt: skip
+        if D > BD:
+            # The next slice of columns adds to the dots that other threads of this program have stored.
+            tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["seed", "M"])
@@ -186,16 +173,17 @@ class Plan(NamedTuple):
     rows: Tensor
     """(M,): the distinct rows; as many count as `counts` says."""
 
-    def distinct(self) -> int:
-        """U. Waits for the GPU."""
-        return int(self.counts[-1].item()) & 0xFFFFFFFF
+    def counted(self) -> tuple[int, int]:
+        """Pieces and distinct rows, U. Waits for the GPU."""
+        count = int(self.counts[-1].item())
+        return count >> 32, count & 0xFFFFFFFF
 
 
 # Measured on an H100; see benchmarks/results/memory-h100.md.
 PIECE = 512
 ROWS_BLOCK = 4
-ROWS_WARPS = 2
-PROGRAMS_PER_PROCESSOR = 32
+ROWS_WARPS = 4
+IDLE_PROGRAMS = 1 << 19
 COLUMNS = 2048
 
 
@@ -235,7 +223,9 @@ def backward(
     width = triton.next_power_of_2(dim)
     blocks = triton.cdiv(reads, PIECE)
     partial = torch.empty(2 * blocks if blocks > 1 else 1, dim, dtype=torch.float32, device=table.device)
-    programs = min(reads, processors(table.device) * PROGRAMS_PER_PROCESSOR)
+    most = min(reads, len(table) + 1 + blocks)
+    # Asking how many pieces there are makes the CPU wait; a million idle programs take the GPU a quarter of a millisecond.
+    programs = p.counted()[0] if mode != ADAM or most > IDLE_PROGRAMS else most
     state: tuple[Tensor | int, ...] = (partial, partial, partial, 0)
     numbers: tuple[float, ...] = (0.0,) * 8
     if adam is not None:
@@ -245,7 +235,7 @@ def backward(
     target = partial if out is None else out
     rows_kernel[(programs,)](
         p.pieces, p.piece_slots, p.places, p.order, p.counts, weights.float().contiguous(), grad.contiguous(), table,
-        partial if dots is None else dots, partial, target, *state, *numbers, reads, programs, weights.shape[1], dim,
+        partial if dots is None else dots, partial, target, *state, *numbers, reads, weights.shape[1], dim,
         min(width, COLUMNS), ROWS_BLOCK, PIECE, *shared, dots is not None, num_warps=ROWS_WARPS,
     )  # fmt: skip
     if blocks > 1 and mode != NOTHING:
@@ -267,10 +257,6 @@ def backward(
         )
 
 
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def read_backward(
     grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, want_rows: bool, step: AdamStep | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -281,7 +267,7 @@ def read_backward(
     p = plan(indices)
     out = None
     if step is None:
-        out = torch.empty(p.distinct() if want_rows else 0, table.shape[1], dtype=torch.float32, device=table.device)
+        out = torch.empty(p.counted()[1] if want_rows else 0, table.shape[1], dtype=torch.float32, device=table.device)
     backward(p, grad, table, weights, out, step, dots)
     rows = p.rows[: len(out)].long() if want_rows and out is not None else None
     return dots.to(weights.dtype), rows, out if want_rows else None

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from pkm.memory.kernels.pairs import pair_table
 
+TAKEN = tl.constexpr(-(2**31))  # below every sortable score
+
 
 @triton.constexpr_function
 def _log2(n):
@@ -26,9 +28,9 @@ def _log2(n):
 
 
 @triton.jit
-def _at(x, position, last):
-    """x (BR, W)[position == last] of each row."""
-    return tl.sum(tl.where(position[None, :] == last, x, 0), 1)
+def _at(x, place: tl.constexpr):
+    """x (BR, W) at a place of each row: (BR,)."""
+    return tl.max(tl.gather(x, tl.full([x.shape[0], 1], place, tl.int32), 1), 1)
 
 
 @triton.jit
@@ -46,7 +48,7 @@ def _coarse_top(x, high, low, K: tl.constexpr, KEEP: tl.constexpr):
     coarse = tl.minimum(tl.maximum(-step + levels, 0), levels)
     # The lower of two positions is the larger number: every bit of it is turned over.
     packed = tl.topk((coarse << log) | (tl.arange(0, W) ^ (W - 1))[None, :], KEEP)
-    last = _at(packed >> log, tl.arange(0, KEEP), K - 1)
+    last = _at(packed >> log, K - 1)
     return (packed & (W - 1)) ^ (W - 1), high + (last - (levels + 1)).to(tl.float32) * size
 
 
@@ -91,7 +93,7 @@ def _half(
         best, low = _coarse_top(x, high, low, K, KP)
         score = tl.gather(x, best, 1)
     # `not below` instead of `reaches`: NaN is counted then, and fails the proof.
-    reach = tl.sum(tl.where(x < _at(score, j, K - 1)[:, None], 0, 1), 1)
+    reach = tl.sum(tl.where(x < _at(score, K - 1)[:, None], 0, 1), 1)
     return best, score, _falls(score, j, K, KP) & (reach == K)
 
 
@@ -100,7 +102,7 @@ def _write(out_slots, out_weights, row, row_ok, slot, score, K: tl.constexpr, KP
     """Softmax over the k scores of each row, and store slots and weights (R, K)."""
     j = tl.arange(0, KP)
     valid = (j < K)[None, :]
-    e = tl.exp(score - _at(score, j, 0)[:, None])
+    e = tl.exp(score - _at(score, 0)[:, None])
     e = tl.where(valid, e, 0.0)
     weight = e / tl.sum(e, 1)[:, None]
     out = row.to(tl.int64)[:, None] * K + j[None, :]
@@ -131,12 +133,12 @@ def search_kernel(
     total = tl.where(there, tl.gather(a, left, 1) + tl.gather(b, right, 1), float("-inf"))
     # Pairs (1, j) and (j, 1) are k candidates each: the least of them bounds the k-th best from below.
     r = tl.arange(0, KP)
-    a1, b1 = _at(a, r, 0), _at(b, r, 0)
-    low = tl.maximum(a1 + _at(b, r, K - 1), _at(a, r, K - 1) + b1)
+    a1, b1 = _at(a, 0), _at(b, 0)
+    low = tl.maximum(a1 + _at(b, K - 1), _at(a, K - 1) + b1)
     place, low = _coarse_top(total, a1 + b1, low, K, KP)
     best = tl.gather(total, place, 1)
     # Rounding keeps order: where rounded sums fall strictly, so do the real ones.
-    reach = tl.sum(tl.where((total < _at(best, r, K - 1)[:, None]) | ~there, 0, 1), 1)
+    reach = tl.sum(tl.where((total < _at(best, K - 1)[:, None]) | ~there, 0, 1), 1)
     proven = proven & also & _falls(best, r, K, KP) & (reach == K)
 
     pair = tl.maximum(tl.load(pairs + place), 0)
@@ -156,30 +158,23 @@ def _exact_sum(a, b):
 
 @triton.jit
 def _sortable(x):
-    """fp32 -> int64 in the same order: NaN above all, the two zeros alike."""
+    """fp32 -> int32 in the same order, above the least int32: NaN above all, the two zeros alike."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(x != x, 0x7FFFFFFF, ordered).to(tl.int64)
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _exact_order(x, KEEP: tl.constexpr):
-    """x (1, W) -> positions (1, KEEP) of the largest, largest first, the lowest position first among equals."""
-    W: tl.constexpr = x.shape[1]
-    packed = (_sortable(x) << 32) | (tl.arange(0, W) ^ (W - 1))[None, :].to(tl.int64)
-    return (tl.topk(packed, KEEP) & (W - 1)).to(tl.int32) ^ (W - 1)
-
-
-@triton.jit
-def _exact_half(scores, bias, C: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr):
-    c = tl.arange(0, CP)[None, :]
+def _exact_half(scores, bias, C: tl.constexpr, CP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    """The K best sub-keys of one row, one after the other: (1, KP) and their scores."""
+    c, j = tl.arange(0, CP)[None, :], tl.arange(0, KP)[None, :]
     x = tl.load(scores + c, mask=c < C, other=0.0) + tl.load(bias + c, mask=c < C, other=0.0)
-    # Padding has the highest positions, so that even -inf of a real sub-key comes before it.
-    best = _exact_order(tl.where(c < C, x, float("-inf")), KP)
-    inside = best < C
-    best = tl.minimum(best, C - 1)
-    score = tl.load(scores + best) + tl.load(bias + best)
-    return best, tl.where(inside, score, float("-inf"))
+    left = tl.where(c < C, _sortable(x), TAKEN)
+    best = tl.zeros([1, KP], tl.int32)
+    for turn in range(K):
+        first = tl.min(tl.where(left == tl.max(left, 1)[:, None], c, CP), 1)
+        best = tl.where(j == turn, first[:, None], best)
+        left = tl.where(c == first[:, None], TAKEN, left)
+    return best, tl.load(scores + best) + tl.load(bias + best)
 
 
 @triton.jit
@@ -187,35 +182,37 @@ def repair_kernel(
     scores, bias, pairs, out_slots, out_weights, unproven, N, H: tl.constexpr,
     C: tl.constexpr, CP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Do again, with 64-bit integers, the rows whose result is unproven; a program looks after ROWS of them."""
+    """Do again, one slot after the other, the rows whose result is unproven; a program looks after ROWS of them."""
     start = tl.program_id(0) * ROWS
     mine = start + tl.arange(0, ROWS)
     flags = tl.load(unproven + mine, mask=mine < N * H, other=0).to(tl.int32)
-    p = tl.arange(0, P)[None, :]
+    p, r = tl.arange(0, P)[None, :], tl.arange(0, KP)[None, :]
     pair = tl.load(pairs + p)
     there = pair >= 0
     pair = tl.maximum(pair, 0)
-    left, right = pair // KP, pair % KP
-    left_over = tl.sum(flags, 0)
-    while left_over > 0:
+    to_do = tl.sum(flags, 0)
+    while to_do > 0:
         # The next flagged row; taking it off the list ends the loop after as many turns as there are flags.
         offset = tl.min(tl.where(flags != 0, tl.arange(0, ROWS), ROWS), 0)
         flags = tl.where(tl.arange(0, ROWS) == offset, 0, flags)
-        left_over -= 1
+        to_do -= 1
         row = start + offset
         first = (2 * (row % H)).to(tl.int64)
-        i, a = _exact_half(scores + (first * N + row // H) * C, bias + first * C, C, CP, KP)
-        j, b = _exact_half(scores + ((first + 1) * N + row // H) * C, bias + (first + 1) * C, C, CP, KP)
-        total, lost = _exact_sum(tl.gather(a, left, 1), tl.gather(b, right, 1))
-        slot = tl.gather(i, left, 1) * C + tl.gather(j, right, 1)
-        slot = tl.where(there, slot, 0x7FFFFFFF)
-        # Stable sorts from the last criterion to the first: slot, what rounding lost, sum; no pair goes last each time.
-        order = (tl.sort((slot.to(tl.int64) << 32) | p.to(tl.int64)) & 0xFFFFFFFF).to(tl.int32)
-        lost = tl.where(there, lost, float("-inf"))
-        total = tl.where(there, total, float("-inf"))
-        order = tl.gather(order, _exact_order(tl.gather(lost, order, 1), P), 1)
-        order = tl.gather(order, _exact_order(tl.gather(total, order, 1), KP), 1)
-        best, best_slot = tl.gather(total, order, 1), tl.gather(slot, order, 1)
+        i, a = _exact_half(scores + (first * N + row // H) * C, bias + first * C, C, CP, K, KP)
+        j, b = _exact_half(scores + ((first + 1) * N + row // H) * C, bias + (first + 1) * C, C, CP, K, KP)
+        total, lost = _exact_sum(tl.gather(a, pair // KP, 1), tl.gather(b, pair % KP, 1))
+        slot = tl.gather(i, pair // KP, 1) * C + tl.gather(j, pair % KP, 1)
+        left = tl.where(there, _sortable(total), TAKEN)
+        lost = _sortable(lost)
+        best_slot, best = tl.zeros([1, KP], tl.int32), tl.zeros([1, KP], tl.float32)
+        for turn in range(K):
+            # The largest sum; of those the one that rounding made smallest; of those the lowest slot.
+            rest = tl.where(left == tl.max(left, 1)[:, None], lost, TAKEN)
+            lowest = tl.min(tl.where((rest == tl.max(rest, 1)[:, None]) & (left != TAKEN), slot, 0x7FFFFFFF), 1)
+            chosen = (slot == lowest[:, None]) & there
+            best_slot = tl.where(r == turn, lowest[:, None], best_slot)
+            best = tl.where(r == turn, tl.sum(tl.where(chosen, total, 0.0), 1)[:, None], best)
+            left = tl.where(chosen, TAKEN, left)
         rows = row + tl.arange(0, 1)
         _write(out_slots, out_weights, rows, rows < N * H, best_slot, best, K, KP)
 
@@ -226,8 +223,8 @@ def score_gradient_kernel(
 ):  # fmt: skip
     """Gradient of the sub-key scores of R rows into out (R, 2, C), which is zero elsewhere; the others are (R, K).
 
-    CLEAR writes the zeros back. A sub-key in several selected slots gets their sum once, from the first of them: no
-    two threads write one number, and the sum has one order.
+    CLEAR writes the zeros back. A sub-key in several selected slots gets the sum of theirs, which each of them works out
+    in one order and writes: the same number, whoever comes last.
     """
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     j = tl.arange(0, KP)
@@ -245,18 +242,16 @@ def score_gradient_kernel(
         w = tl.load(weights + at, mask=ok, other=0.0)
         g = tl.load(grad_weights + at, mask=ok, other=0.0)
         g = w * (g - tl.sum(w * g, 1)[:, None])
-        total, leads = _sum_by(tl.where(ok, slot // C, -1), g, j, KP)
-        tl.store(first, total.to(out.dtype.element_ty), mask=ok & leads)
-        total, leads = _sum_by(tl.where(ok, slot % C, -1), g, j, KP)
-        tl.store(second, total.to(out.dtype.element_ty), mask=ok & leads)
+        total = _sum_by(tl.where(ok, slot // C, -1), g)
+        tl.store(first, total.to(out.dtype.element_ty), mask=ok)
+        total = _sum_by(tl.where(ok, slot % C, -1), g)
+        tl.store(second, total.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def _sum_by(key, x, j, KP: tl.constexpr):
-    """x (BR, KP) summed over equal keys of a row, and whether a place is the first with its key."""
-    same = key[:, :, None] == key[:, None, :]
-    total = tl.sum(tl.where(same, x[:, None, :], 0.0), 2)
-    return total, tl.min(tl.where(same, j[None, None, :], KP), 2) == j[None, :]
+def _sum_by(key, x):
+    """x (BR, KP) summed over equal keys of a row, at the place of each of them: the same bits at every one."""
+    return tl.sum(tl.where(key[:, :, None] == key[:, None, :], x[:, :, None], 0.0), 1)
 
 
 def search_into(scores: Tensor, bias: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
@@ -288,17 +283,16 @@ def score_gradient(grad_weights: Tensor, weights: Tensor, slots: Tensor, out: Te
     """Gradient of the sub-key scores into out (N, H, 2, C), which is zero elsewhere; `clear` writes the zeros back."""
     tokens, heads, k = slots.shape
     k_width = triton.next_power_of_2(k)
-    block = max(1, GRADIENT_ELEMENTS // k_width**2)
-    score_gradient_kernel[(triton.cdiv(tokens * heads, block),)](
-        grad_weights, weights, slots, out, tokens * heads, out.shape[-1], k, k_width, block, clear, num_warps=4
-    )
+    score_gradient_kernel[(tokens * heads,)](
+        grad_weights, weights, slots, out, tokens * heads, out.shape[-1], k, k_width, 1, clear,
+        num_warps=1 if k_width <= 32 else 4,
+    )  # fmt: skip
 
 
 # Measured on an H100; see benchmarks/results/memory-h100.md.
-GRADIENT_ELEMENTS = 4096
 SEARCH_TOKENS = 1
 SEARCH_WARPS = 1  # Triton 3.6 cannot compile a gather in a tile of fewer numbers than threads
-REPAIR_ROWS = 64
+REPAIR_ROWS = 16
 
 
 def group_size(width: int, k_width: int) -> int:
