@@ -1,7 +1,13 @@
 import pytest
 import torch
 
-from tests.tiny import random_corpus
+from pkm import configfile, dist, trainer
+from pkm.corpus.store import open_corpus
+from pkm.model import build_model
+from pkm.optim import build_optimizers
+from pkm.parallel import pick_device, prepare, set_up
+from pkm.run import Run
+from tests.tiny import random_corpus, tiny_config
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +19,22 @@ def tiny_corpus_path(tmp_path_factory):
 def one_thread():
     """Results of a test must not depend on the machine's cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def train(tiny_corpus_path, tmp_path):
+    """Runs a config as train.py does; returns (model, optimizers, state, run directory)."""
+
+    def go(**sections):
+        sections["corpus"] = {"path": str(tiny_corpus_path), **sections.get("corpus", {})}
+        config = tiny_config(runs=str(tmp_path / "runs"), **sections)
+        corpus, device = open_corpus(config.corpus.path), pick_device(config)
+        set_up(config, device)
+        with Run.open(config, configfile.dump(config)) as run:
+            model = prepare(build_model(config, corpus.vocab.size), config).to(device)
+            optim = build_optimizers(config.optim, model)
+            state = trainer.restore(run, model, optim, corpus)
+            state = trainer.train(config, run, corpus, model, optim, state, dist.StopFlag())
+        return model, optim, state, config.directory
+
+    return go

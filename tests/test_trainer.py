@@ -3,38 +3,13 @@ import json
 import pytest
 import torch
 
-from pkm import configfile, dist, trainer
 from pkm.checkpoint import Checkpoints
-from pkm.corpus.store import open_corpus
 from pkm.errors import UserError
 from pkm.evaluate import evaluate
 from pkm.metrics import read
-from pkm.model import Transformer, build_model
-from pkm.optim import build_optimizers
-from pkm.run import Run
+from pkm.model import Transformer
 from pkm.trained import load_trained
-from tests.tiny import random_corpus, tiny_config
-
-
-@pytest.fixture
-def train(tiny_corpus_path, tmp_path):
-    """Runs a config as train.py does; returns (model, optimizers, state, run directory)."""
-
-    def go(**sections):
-        config = tiny_config(corpus={"path": str(tiny_corpus_path)}, runs=str(tmp_path / "runs"), **sections)
-        corpus = open_corpus(config.corpus.path)
-        with Run.open(config, configfile.dump(config)) as run:
-            model = build_model(config, corpus.vocab.size)
-            optim = build_optimizers(config.optim, model)
-            state = trainer.restore(run, model, optim, corpus)
-            state = trainer.train(config, run, corpus, model, optim, state, dist.StopFlag())
-        return model, optim, state, config.directory
-
-    return go
-
-
-def everything(model, optim):
-    return {**model.state_dict(), **{f"optim.{name}": t for name, t in optim.state_tensors().items()}}
+from tests.tiny import everything, random_corpus
 
 
 @pytest.fixture

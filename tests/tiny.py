@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from pkm.config import Config
 from pkm.corpus.store import ShardWriter, write_manifest
+from pkm.model import Transformer
+from pkm.optim import Optimizers
 from pkm.text.vocab import EOS_ID, SPECIALS, UNIVERSAL, Vocab
 
 VOCAB_SIZE = 50
@@ -61,3 +64,8 @@ def random_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
         shards[split] = [writer.close()]
     write_manifest(path, shards, vocab, {"escape": False, "normalize": None}, {})
     return path
+
+
+def everything(model: Transformer, optim: Optimizers) -> dict[str, Tensor]:
+    """All tensors of a run: weights, running statistics, moments."""
+    return {**model.state_dict(), **{f"optim.{name}": tensor for name, tensor in optim.state_tensors().items()}}
