@@ -2,7 +2,7 @@
 
     python train.py configs/quickstart.yaml
     python train.py my.yaml model.layers=6 optim.dense.lr=3e-4      # any setting, by its dotted name
-    python train.py my.yaml --dry-run                               # what it would be: layers, parameters, memory
+    python train.py my.yaml --dry-run --ranks 8                     # what it would be: layers, parameters, memory, traffic
 
 The same command again goes on where the run was, whatever ended it.
 """
@@ -22,15 +22,20 @@ def main() -> int:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and its counts; build nothing"
     )
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    parser.add_argument("--ranks", type=int, default=ranks, help="with --dry-run: as on that many processes")
     args = parser.parse_intermixed_args()
+    if args.ranks < 1:
+        parser.error("--ranks: at least 1")
 
     resolved = load(args.config, args.overrides)  # every mistake at once, or a frozen Config
     config = resolved.config
     if args.dry_run:
         from pkm.count import print_plan
 
+        resolved.refuse(impossible_for(config, args.ranks))
         print(resolved.yaml)
-        print_plan(config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+        print_plan(config, args.ranks)
         return 0
 
     # Only now what takes seconds to import.

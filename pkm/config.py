@@ -408,6 +408,24 @@ IMPOSSIBLE: list[Rule] = [
         lambda c: "update: fused applies Adam inside backward, before the norm of the gradient is known",
         "use update: sparse, or clip: null",
     ),
+    (
+        "optim.values.update",
+        lambda c: c.optim.values.update == "fused" and c.precision == "fp16",
+        lambda c: "fused moves rows inside backward, before fp16's loss scaler knows whether the step must be skipped",
+        "use update: sparse, or precision: bf16",
+    ),
+    (
+        "optim.values.dtype",
+        lambda c: c.optim.values.update == "dense" and c.optim.values.dtype != "fp32",
+        lambda c: "update: dense keeps values in fp32",
+        "use update: sparse, or dtype: fp32",
+    ),
+    (
+        "optim.values.state_dtype",
+        lambda c: c.optim.values.update == "dense" and c.optim.values.state_dtype != "fp32",
+        lambda c: "update: dense keeps Adam's moments of the values in fp32",
+        "use update: sparse, or state_dtype: fp32",
+    ),
 ]
 
 
@@ -442,6 +460,13 @@ def impossible_for(config: Config, ranks: int) -> list[tuple[str, str, str]]:
     if config.memory and config.parallel.values == "sharded" and config.model.dim % ranks:
         what = f"{ranks} ranks cannot share the {config.model.dim} columns of the values evenly"
         found.append(("parallel.values", what, "choose a model.dim that the ranks divide, or values: replicated"))
+    if config.memory and config.optim.values.update == "fused":
+        if config.optim.micro_batch and config.optim.micro_batch < config.sequences // ranks:
+            what = "update: fused moves rows inside backward, and with accumulation a gradient is whole only after the last"
+            found.append(("optim.micro_batch", what, "use update: sparse, or micro_batch: null"))
+        if ranks > 1 and config.parallel.values == "replicated":
+            what = f"fused moves rows inside backward, without the gradients of the other {ranks - 1} ranks"
+            found.append(("optim.values.update", what, "use update: sparse, or parallel.values: sharded"))
     return found
 
 

@@ -219,6 +219,58 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     return tokens * (token + d * a) + copies + vocab_size * d * FP32 + logits
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that each rank sends to others in one update. Of R ranks, a sum of n bytes takes 2 n (R - 1) / R, as a ring."""
+
+    dense: int
+    """Gradients of everything but the values, once an update: 4 bytes each, summed."""
+    batch_norm: int
+    """Mean and variance of the H q query features, summed, and their gradients back, in every micro-batch."""
+    values: int
+    """With N tokens of a rank in an update, J = H k reads of a token, a bytes of a product's result; for each memory,
+    replicated  K bytes that say which rows were read, and the gradient of those rows (at most min(K, R N J)) summed;
+                the whole table's for `update: dense`
+    sharded     N J indices and weights to each other rank, and the weights' gradients back; N d / R outputs to each other
+                rank, and their gradients back."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.batch_norm + self.values
+
+
+INDEX = 4
+"""Bytes of a slot's number as it travels; the reference kernels' are twice that."""
+
+
+def traffic(config: Config, vocab_size: int, ranks: int) -> Traffic:
+    """Of an update in which no two ranks read the same row, which is the most that replicated values can send."""
+    m, memories, d = config.memory, len(config.memory_layers), config.model.dim
+    windows = config.sequences // ranks
+    micro_batches = -(-windows // min(config.optim.micro_batch or windows, windows)) if windows else 0
+    forwards = 2 if config.parallel.activation_checkpointing else 1
+
+    def summed(size: int) -> int:
+        return 2 * size * (ranks - 1) // ranks
+
+    dense = summed(parameters(config, vocab_size).dense * FP32)
+    if m is None:
+        return Traffic(dense, 0, 0)
+    norm = 0
+    if m.query.norm == "batch" and config.parallel.batch_norm == "all ranks":
+        features = 2 * m.heads * m.query.dim
+        norm = memories * micro_batches * summed(FP32 * (forwards * (features + 1) + features))
+    tokens, reads = windows * config.corpus.context, m.heads * m.knn
+    if config.parallel.values == "sharded":
+        selection = (ranks - 1) * tokens * reads * (forwards * (INDEX + FP32) + FP32)
+        outputs = (ranks - 1) * tokens * d // ranks * BYTES[config.precision] * (forwards + 1)
+        return Traffic(dense, norm, memories * (selection + outputs))
+    if config.optim.values.update == "dense":
+        return Traffic(dense, norm, memories * summed(config.slots * d * FP32))
+    rows = min(config.slots, ranks * tokens * reads)
+    return Traffic(dense, norm, memories * (summed(config.slots) + summed(rows * d * FP32)))
+
+
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:
     """Tensors of one checkpoint: weights and Adam's moments (running statistics of BatchNorm are kilobytes)."""
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"values": "replicated"})})
@@ -286,7 +338,22 @@ def _size_rows(config: Config, vocab_size: int, ranks: int) -> list[Row]:
         ("memory needed", size(needed.total), f"in training{rank}, about: weights {size(needed.weights)}, gradients up to "
          f"{size(needed.gradients)}, Adam {size(needed.adam)}, activations {size(needed.activations)}"),
         ("checkpoint", size(checkpoint_bytes(config, vocab_size)), f"on disk, {config.checkpoint.keep} kept and the best"),
+        *_traffic_rows(config, vocab_size, ranks if ranks > 1 else 8),
     ]  # fmt: skip
+
+
+def _traffic_rows(config: Config, vocab_size: int, ranks: int) -> list[Row]:
+    rows: list[Row] = []
+    for values in ("replicated", "sharded") if config.memory else ("replicated",):
+        parallel = config.parallel.model_copy(update={"values": values})
+        sent = traffic(config.model_copy(update={"parallel": parallel}), vocab_size, ranks)
+        remark = f"dense gradients {size(sent.dense)}"
+        if config.memory:
+            most = "up to " if values == "replicated" and config.optim.values.update != "dense" else ""
+            remark += f", values {most}{size(sent.values)} {values}, BatchNorm {size(sent.batch_norm)}"
+        what = f"sent in a step by each of {ranks} ranks" if not rows else ""
+        rows.append((what, size(sent.total), remark))
+    return rows
 
 
 def table(config: Config, vocab_size: int, ranks: int = 1) -> Table:

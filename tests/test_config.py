@@ -52,6 +52,9 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("memory.knn", ["memory.keys=flat", "memory.sub_keys=null", "memory.slots=20"]),
     ("memory.query.dim", ["memory.query.dim=7"]),
     ("optim.values.clip", ["optim.values.update=fused", "optim.values.clip=1"]),
+    ("optim.values.update", ["optim.values.update=fused", "precision=fp16"]),
+    ("optim.values.dtype", ["optim.values.update=dense", "optim.values.dtype=bf16"]),
+    ("optim.values.state_dtype", ["optim.values.update=dense", "optim.values.state_dtype=bf16"]),
 ]
 
 
@@ -79,6 +82,25 @@ class TestImpossible:
         assert impossible_for(small, 8) == []
         ((key, what, fix),) = impossible_for(small, 9)
         assert key == "optim.batch_tokens" and "fewer than the 9 ranks" in what and "576" in fix
+
+    @pytest.mark.parametrize(
+        ("ranks", "overrides", "keys"),
+        [
+            (1, ["optim.values.update=fused"], []),
+            (8, ["optim.values.update=fused", "parallel.values=sharded"], []),
+            (8, ["optim.values.update=fused"], ["optim.values.update"]),
+            (1, ["optim.values.update=fused", "optim.micro_batch=4"], ["optim.micro_batch"]),
+            (2, ["optim.values.update=fused", "optim.micro_batch=4", "parallel.values=sharded"], []),
+            (8, ["parallel.values=sharded", "model.dim=72"], []),
+            (8, ["parallel.values=sharded", "model.dim=68", "model.heads=4"], ["parallel.values"]),
+            (8, ["optim.values.clip=1", "optim.micro_batch=1", "precision=fp16", "compile=true"], []),
+        ],
+    )
+    def test_what_some_numbers_of_ranks_cannot_do_is_refused_by_name(
+        self, tmp_path: Path, ranks: int, overrides: list[str], keys: list[str]
+    ) -> None:
+        found = impossible_for(config(tmp_path, MINIMAL + MEMORY, *overrides), ranks)
+        assert [key for key, _, _ in found] == keys
 
     def test_what_turns_out_impossible_later_is_refused_with_its_line(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
