@@ -35,6 +35,7 @@ def learn(
     words = merged(counts)
     if not words:
         raise UserError("there is no word to learn subwords from", "sources", "check what the corpus is read from")
+    say(f"learning {config.subwords.codes:,} merges from {len(words):,} different words")
     codes = learn_codes(words, config.subwords.codes)
     atomic_write(into / "codes", codes.to_bytes())
     vocab = Vocab.from_counts(count_pieces(codes, words), config.subwords.min_count, config.subwords.specials)
@@ -46,7 +47,7 @@ def learn(
         "cpu_seconds": cpu_seconds() - worked,
         "peak_kilobytes": peak_kilobytes(),
     }
-    say(f"{len(words):,} different words in the sample; a vocabulary of {vocab.size:,}")
+    say(f"{len(codes):,} merges, a vocabulary of {vocab.size:,}")
 
 
 def merged(paths: Sequence[Path]) -> Counter[str]:

@@ -153,7 +153,7 @@ def _decide(config: PrepareConfig, damage: DamageLimit, work: Path, say: Callabl
     stems = [work / "read" / f"{unit:05d}" for unit in range(units)]
     held, sample = config.held_out, int(config.subwords.sample_megabytes * 2**20)
     decision = decide(stems, held.valid, held.test, sample, config.filters.duplicates == "keep")
-    dropped = ", ".join(f"{n} {kind}" for kind, n in damage.dropped.most_common()) or "none"
+    dropped = ", ".join(f"{n:,} {kind.replace('_', ' ')}" for kind, n in damage.dropped.most_common()) or "none"
     if decision.distinct == 0:
         what = f"there is no article in the input (dropped: {dropped})" + examples(damage.named, "damaged", "too_large")
         raise UserError(what, "sources", "check paths, `format`, `documents`, `column`, and `filters`")
@@ -173,7 +173,7 @@ def _decide(config: PrepareConfig, damage: DamageLimit, work: Path, say: Callabl
     atomic_write(work / "groups.json", json.dumps(_groups(trained)))
     say(
         f"{decision.distinct:,} different articles: {decision.documents[Fate.VALID]:,} valid, "
-        f"{decision.documents[Fate.TEST]:,} test; {decision.documents[Fate.DUPLICATE]:,} duplicates dropped"
+        f"{decision.documents[Fate.TEST]:,} test; dropped: {dropped}, {decision.documents[Fate.DUPLICATE]:,} duplicates"
     )
 
 

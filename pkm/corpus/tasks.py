@@ -182,7 +182,8 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
                 try:
                     spool.add(found.encode("utf-8"))
                 except UnicodeEncodeError:
-                    reason = "damaged"
+                    tally.skip(Skipped("damaged", piece.file.url, "half a surrogate pair, which no text can hold"))
+                    continue
             if reason is not None:
                 tally.dropped[reason] += 1
             else:

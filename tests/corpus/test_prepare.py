@@ -132,17 +132,17 @@ def test_filters_drop_and_the_manifest_says_why(prepared):
 def test_damage_is_counted_named_and_skipped_up_to_the_set_share(prepared):
     lines = write_jsonl(Path("in.jsonl"), made_articles(98)).read_bytes().splitlines(keepends=True)
     lines.insert(10, b'{"text": "cut off\n')
-    lines.insert(20, b'{"text": "\xff\xfe"}\n')
+    lines.insert(20, b'{"text": "\\ud83d cut emoji"}\n')
     Path("in.jsonl").write_bytes(b"".join(lines))
     with pytest.raises(UserError, match=r"2 of 100 records \(2.00%\)") as caught:
         prepared("in.jsonl", limits={"damaged": 0.01})
     assert "in.jsonl:11: not JSON" in str(caught.value)
-    assert "in.jsonl:21: not UTF-8" in str(caught.value)
+    assert "in.jsonl: half a surrogate pair" in str(caught.value)
     assert "limits.damaged=0.05" in str(caught.value)
     assert not Path("prepared/out").exists()
     corpus = open_corpus(prepared("in.jsonl", limits={"damaged": 0.02}))
     assert corpus.manifest["dropped"] == {"damaged": 2}
-    assert [where for _, where, _ in corpus.manifest["named"]] == ["in.jsonl:11", "in.jsonl:21"]
+    assert [where for _, where, _ in corpus.manifest["named"]] == ["in.jsonl", "in.jsonl:11"]
 
 
 def test_a_file_that_ends_early_counts_by_its_bytes(prepared):
