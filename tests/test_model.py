@@ -109,3 +109,20 @@ def test_dropout_is_active_in_training_only():
     assert torch.equal(model.hidden(ids), model.hidden(ids))
     model.train()
     assert not torch.equal(model.hidden(ids), model.hidden(ids))
+
+
+@pytest.mark.parametrize("place", ["replace", "beside", "after"])
+def test_a_compiled_block_is_one_graph_and_computes_the_same(place):
+    config = tiny_config(memory={"place": place})
+    ids = torch.randint(14, VOCAB_SIZE, (4, 8), generator=torch.Generator().manual_seed(1))
+    found = []
+    for compiled in (False, True):
+        model = build_model(config, VOCAB_SIZE).train()
+        if compiled:
+            for block in model.blocks:
+                block.compile(fullgraph=True, backend="aot_eager")  # a graph break is an error
+        model.memory(2).record = True
+        loss = model(ids, ids)
+        loss.backward()
+        found.append((loss.detach(), model.blocks[0].attention.qkv.weight.grad, model.memory(2).selection[1].detach()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
