@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from pkm.corpus.streams import Damaged
+from pkm.errors import UserError
 
 # Pages take milliseconds. Only one that would take for ever reaches this, so it does not depend on the machine's load.
 SECONDS = 120.0
@@ -59,7 +60,12 @@ class _Extract:
 def _running() -> tuple[Any, Any]:
     global _sandbox
     if _sandbox is None:
-        import trafilatura  # noqa: F401  (here, so that a broken installation is not taken for a broken page)
+        try:
+            # Here, so that a broken installation is not taken for a broken page.
+            import trafilatura  # noqa: F401
+        except ImportError as error:
+            fix = "pip install trafilatura lxml_html_clean"
+            raise UserError(f"web pages need trafilatura, which cannot be imported: {error}", fix=fix) from error
         from datatrove.pipeline.extractors import Trafilatura
         from datatrove.pipeline.extractors.base import ExtractorSandbox
 

@@ -71,7 +71,7 @@ class Piece:
     @property
     def text_bytes(self) -> int:
         """About how many bytes of text it holds."""
-        return self.chunk_bytes or int(self.file.text_bytes * self.share)
+        return self.chunk_bytes if self.chunk else int(self.file.text_bytes * self.share)
 
 
 def list_inputs(config: PrepareConfig) -> list[Input]:

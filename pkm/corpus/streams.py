@@ -168,6 +168,37 @@ def lines(stream: Any, limit: int, offset: int = 0) -> Iterator[tuple[int, bytes
         yield start, None if too_long else bytes(kept)
 
 
+def line_runs(stream: Any, limit: int, block_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """(offset, whole lines with their newlines), many at a time; None in place of a line longer than `limit`.
+
+    Lines that lie within one block are not looked at, so only those longer than a block are sure to be passed over.
+    """
+    start, offset, kept = 0, 0, b""
+    too_long = False
+    while block := stream.read(block_bytes):
+        first, end = block.find(b"\n") + 1, block.rfind(b"\n") + 1
+        if end == 0:
+            kept = b"" if too_long else kept + block
+        else:
+            too_long = too_long or len(kept) + first - 1 > limit
+            if too_long:
+                yield start, None
+                start, run = offset + first, block[first:end]
+            else:
+                run = kept + block[:end]
+            if run:
+                yield start, run
+            start, kept = offset + end, block[end:]
+            too_long = False
+        offset += len(block)
+        if len(kept) > limit:
+            too_long, kept = True, b""
+    if too_long:
+        yield start, None
+    elif kept:
+        yield start, kept + b"\n"
+
+
 def line_start(raw: BinaryIO, position: int) -> int:
     """Where the first line that begins at or after `position` begins (or the end of the file)."""
     if position == 0:

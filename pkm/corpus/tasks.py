@@ -39,7 +39,7 @@ from pkm.corpus.sources import Input, Piece
 from pkm.corpus.spool import SpoolWriter, spooled, spooled_index
 from pkm.corpus.stage import Tick
 from pkm.corpus.store import ShardWriter, id_type
-from pkm.corpus.streams import Damaged, lines, open_unpacked
+from pkm.corpus.streams import Damaged, line_runs, open_unpacked
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, sha256
 
@@ -102,34 +102,36 @@ def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     tally = Tally()
     chunks: list[dict[str, Any]] = []
     raw, stream = open_unpacked(file.url)
+    block_bytes = max(1 << 10, min(1 << 20, target // 4))
     with raw:
         chunk = _Chunk(work, rank, 0, 0)
         try:
-            for offset, line in lines(stream, limit):
-                if line is None:
+            for offset, run in line_runs(stream, limit, block_bytes):
+                if run is None:
                     tally.records += 1
                     tally.skip(too_large(f"{file.url}, byte {offset}", limit))
-                    # Whatever the line belonged to must not be taken for whole.
-                    line = b"" if file.documents == "blank" and file.format == "text" else None
-                if line is not None:
-                    chunk.write(line)
-                    whole = file.format == "jsonl" or file.documents != "blank" or not line.strip()
-                    if chunk.size >= target and whole:
-                        chunks.append(chunk.close())
-                        chunk = _Chunk(work, rank, len(chunks), offset + len(line) + 1)
+                    # A document that the line stood in the middle of ends here.
+                    run = b"\n"
+                cut = _cut(run, file) if chunk.size + len(run) >= target else 0
+                if cut:
+                    chunk.write(run[:cut])
+                    chunks.append(chunk.close())
+                    chunk = _Chunk(work, rank, len(chunks), offset + cut)
+                chunk.write(run[cut:])
                 tick(raw.tell() / max(file.size, 1), 0)
         except Damaged as error:
             tally.records += 1
-            tally.skip(
-                Skipped(
-                    "damaged",
-                    f"{file.url}, byte {chunk.offset + chunk.size}",
-                    str(error),
-                    max(0, file.size - stream.tell()),
-                )
-            )
+            where = f"{file.url}, byte {chunk.offset + chunk.size}"
+            tally.skip(Skipped("damaged", where, str(error), max(0, file.size - stream.tell())))
         chunks.append(chunk.close())
     return {**tally.report(), "chunks": chunks}
+
+
+def _cut(run: bytes, file: Input) -> int:
+    """How many bytes of some whole lines may end a chunk: those up to the last end of a record; 0 if none ends there."""
+    if file.format == "text" and file.documents == "blank":
+        return run.rfind(b"\n\n") + 2 if b"\n\n" in run else 0
+    return len(run)
 
 
 class _Chunk:
@@ -143,11 +145,10 @@ class _Chunk:
             self._file = open(self._temporary, "wb")  # noqa: SIM115
         self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._file, closefd=False)
 
-    def write(self, line: bytes) -> None:
+    def write(self, lines: bytes) -> None:
         with explained(self.path):
-            self._stream.write(line)
-            self._stream.write(b"\n")
-        self.size += len(line) + 1
+            self._stream.write(lines)
+        self.size += len(lines)
 
     def close(self) -> dict[str, Any]:
         with explained(self.path):

@@ -13,7 +13,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkm.corpus.streams import Damaged, Unpacked, bounded, compression_of, line_start, lines
+from pkm.corpus.streams import Damaged, Unpacked, bounded, compression_of, line_runs, line_start, lines
 
 PACK = {"gz": gzip.compress, "xz": lzma.compress, "zst": zstandard.compress}
 FEW = settings(max_examples=40, deadline=None)
@@ -91,6 +91,28 @@ def test_lines_end_at_newlines_only_and_long_ones_are_passed_over(data, limit, s
     if data.endswith(b"\n") or not data:
         expected.pop()
     assert list(lines(stream, limit)) == expected
+
+
+@FEW
+@given(
+    data=st.binary(max_size=80).map(lambda b: b.replace(b"a", b"\n").replace(b"\0", b"\n")),
+    limit=st.integers(1, 20),
+    size=st.integers(1, 15),
+)
+def test_runs_of_lines_are_all_lines_but_those_longer_than_limit_and_block(data, limit, size):
+    found, offset = b"", 0
+    for start, run in line_runs(io.BytesIO(data), limit, size):
+        if run is None:
+            line = data[start:].split(b"\n")[0]
+            assert len(line) > limit
+            offset = start + len(line) + 1
+            continue
+        assert start == offset and run.endswith(b"\n")
+        offset += len(run)
+        found += run
+        assert all(len(line) <= max(limit, size) for line in run.split(b"\n"))
+    whole = [line for line in data.split(b"\n") if len(line) <= limit]
+    assert [line for line in found.split(b"\n") if line and len(line) <= limit] == [line for line in whole if line]
 
 
 def test_unicode_line_separators_do_not_end_a_line():
