@@ -118,6 +118,8 @@ class DenseOptim(Part):
     """Linear warm-up."""
     clip: Rate | None = 5.0
     """Largest gradient norm of the group; null = no clipping."""
+    fused: Literal["torch", "apex"] = "torch"
+    """Whose fused Adam updates the group; apex is NVIDIA's, where it is installed."""
 
 
 class ValuesOptim(Part):

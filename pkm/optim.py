@@ -6,13 +6,14 @@ Learning rates are functions of the step, never of a counter, so that a resumed 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pkm import dist
 from pkm.config import DenseOptim, OptimConfig, ValuesOptim
+from pkm.errors import UserError
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.ranks import sum_gradient
 from pkm.model import Transformer
@@ -44,7 +45,7 @@ class DenseAdam:
     """AdamW over named parameters; weight decay on matrices only.
 
     Gradients are left in `.grad` by backward. `state_tensors` names the moments after their parameters, so that a
-    checkpoint can be read without the order in which the parameters were registered.
+    checkpoint can be read without the order in which the parameters were registered, and by either implementation.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], settings: DenseOptim | ValuesOptim, decay: float = 0.0):
@@ -52,50 +53,71 @@ class DenseAdam:
         matrices = [p for p in parameters.values() if p.dim() > 1]
         others = [p for p in parameters.values() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
-        # Adam makes its moments at the first step; making them now lets a checkpoint of step 0 have the same tensors as any other.
+        self.adam = _adam(groups, settings)
+        # Adam makes its moments at the first step; made now, a checkpoint of step 0 has the same tensors as any other.
         for p in parameters.values():
-            self.adam.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+            self.adam.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        self.updates = torch.zeros((), dtype=torch.int64)
+        self.take_up()
+
+    def take_up(self) -> None:
+        """Go on from what was copied into `state_tensors`.
+
+        Adam's bias correction needs the number of updates: torch keeps it for each tensor, apex for each group.
+        """
+        for group in self.adam.param_groups:
+            group["step"] = int(self.updates)
+        if isinstance(self.adam, torch.optim.AdamW):
+            for p in self.parameters.values():
+                self.adam.state[p]["step"] = torch.tensor(float(self.updates), device=p.device)
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm over all gradients, fp32 scalar."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        grads = self._gradients()
         return torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        for p in self.parameters.values():
-            if p.grad is not None:
-                p.grad.mul_(factor)
+        torch._foreach_mul_(self._gradients(), factor)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def step(self, lr: float, step: int) -> None:
         for group in self.adam.param_groups:
             group["lr"] = lr
         self.adam.step()
+        self.updates += 1
 
     def clear(self) -> None:
-        self.adam.zero_grad(set_to_none=True)
+        for p in self.parameters.values():
+            p.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return {f"{name}.{key}": self.adam.state[p][key] for name, p, key in self._slots()}
+        """`updates` () int64 on the CPU, and the moments; the tensors themselves, not copies."""
+        moments = {
+            f"{name}.{key}": self.adam.state[p][key]
+            for name, p in self.parameters.items()
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        return {"updates": self.updates, **moments}
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Copy the moments in place; ValueError if one is missing or has another shape (torch's Adam would take it)."""
-        for name, p, key in self._slots():
-            own, saved = self.adam.state[p][key], tensors.get(f"{name}.{key}")
-            if saved is None or saved.shape != own.shape:
-                raise ValueError(
-                    f"{name}.{key}: expected shape {tuple(own.shape)}, found {saved if saved is None else tuple(saved.shape)}"
-                )
-            own.copy_(saved)
 
-    def _slots(self) -> Iterator[tuple[str, nn.Parameter, str]]:
-        for name, p in self.parameters.items():
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                yield name, p, key
+def _adam(groups: list[dict[str, Any]], settings: DenseOptim | ValuesOptim) -> torch.optim.Optimizer:
+    """torch's fused AdamW, or apex's where it is asked for; UserError if NVIDIA's apex is not there."""
+    if isinstance(settings, DenseOptim) and settings.fused == "apex":
+        try:
+            from apex.optimizers import FusedAdam  # PyPI's package `apex` is another and has no such module
+
+            return FusedAdam(groups, lr=0.0, betas=settings.betas, eps=settings.eps, adam_w_mode=True)
+        except (ImportError, RuntimeError) as error:
+            raise UserError(
+                f"NVIDIA's apex with its CUDA extensions cannot be used: {error}",
+                "optim.dense.fused",
+                "choose torch, or build apex from its source (python scripts/doctor.py says what is installed)",
+            ) from None
+    # Some versions of torch's fused kernels leave out elements beyond 2^31.
+    fused = all(p.numel() < 2**31 for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused)
 
 
 class LossScale:
@@ -192,10 +214,11 @@ class Optimizers:
     def state_tensors(self) -> dict[str, Tensor]:
         return {f"{g}.{name}": t for g, group in self.groups.items() for name, t in group.state_tensors().items()}
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        for g, group in self.groups.items():
-            prefix = f"{g}."
-            group.load_state_tensors({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+    def take_up(self) -> None:
+        """Go on from what was copied into `state_tensors`."""
+        for group in self.groups.values():
+            if isinstance(group, DenseAdam):
+                group.take_up()
 
 
 def build_optimizers(settings: OptimConfig, model: Transformer) -> Optimizers:

@@ -64,6 +64,7 @@ def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> 
     everything = _everything(model, optim)
     with dist.together():
         loaded.copy_into(everything, _columns(model, everything))
+        optim.take_up()
         run.metrics.cut(loaded.step)
     return State(**loaded.record["state"])
 
@@ -106,7 +107,8 @@ def train(
             optim.clear()
             loss, meters = backward(config, module, model, batches.slice(step - 1, *rows), scale.value, precision, logs)
             optim.sum_over_ranks()
-            optim.scale_gradients(1 / scale.value)
+            if scale.active:
+                optim.scale_gradients(1 / scale.value)
             norms = optim.gradient_norms()
 
             # Update, unless something is not finite: then the step leaves no trace but its number.
