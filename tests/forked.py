@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import struct
 import subprocess
 import tempfile
@@ -11,8 +12,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+import torch
+
+T = TypeVar("T")
 
 
 def exit_code_of(action: Callable[[], object]) -> int:
@@ -43,6 +48,27 @@ def error_of(action: Callable[[], object], kind: type[Exception], before: Callab
 
         assert exit_code_of(run) == 0
         return file.read().decode()
+
+
+def on_ranks(size: int, action: Callable[[int], T]) -> list[T]:
+    """What `action(rank)` returns on each of that many processes, which are joined by gloo; anything that pickles."""
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def rank(number: int) -> None:
+            address = f"file://{scratch}/rendezvous"
+            torch.distributed.init_process_group("gloo", init_method=address, rank=number, world_size=size)
+            Path(scratch, str(number)).write_bytes(pickle.dumps(action(number)))
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+
+        context = torch.multiprocessing.get_context("fork")
+        processes = [context.Process(target=rank, args=(number,)) for number in range(size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [0] * size
+        return [pickle.loads(Path(scratch, str(number)).read_bytes()) for number in range(size)]
 
 
 def without_root() -> None:

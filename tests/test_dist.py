@@ -6,7 +6,8 @@ import torch
 
 from pkm import dist
 from pkm.dist import StopFlag
-from pkm.errors import UserError
+from pkm.errors import ToldElsewhere, UserError
+from tests.forked import on_ranks
 
 
 @pytest.fixture
@@ -65,33 +66,68 @@ def test_restore_puts_the_handlers_back():
     assert before == {number: signal.getsignal(number) for number in StopFlag.SIGNALS}
 
 
-def _each_rank(rank, size, rendezvous, outcomes):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+def _agree(rank, directory):
     tensor = dist.all_reduce(torch.tensor([1.0, rank]))
     flag = StopFlag()
-    before = flag.requested(outcomes)
+    before = flag.requested(directory)
     if rank == 1:
-        flag.reason = "SIGUSR1"
-    after = flag.requested(outcomes)
-    try:
-        with dist.together():
-            if dist.is_main():
-                raise UserError("wrong", "here", "repair it")
-        error = None
-    except UserError as caught:
-        error = str(caught)
-    dist.barrier()
-    (outcomes / str(rank)).write_text(repr((tensor.tolist(), before, after, dist.broadcast_object(rank), error)))
-    dist.stop()
+        flag.ask("SIGUSR1")
+    return tensor.tolist(), before, flag.requested(directory), dist.broadcast_object(rank), dist.gather_objects(rank)
 
 
 def test_all_ranks_agree(tmp_path):
-    context = torch.multiprocessing.get_context("fork")
-    arguments = (2, tmp_path / "rendezvous", tmp_path)
-    ranks = [context.Process(target=_each_rank, args=(rank, *arguments)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-    outcomes = [eval((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    assert outcomes[0] == outcomes[1] == ([2.0, 1.0], None, "SIGUSR1", 0, "here: wrong\n  fix: repair it")
+    assert on_ranks(2, lambda rank: _agree(rank, tmp_path)) == [([2.0, 1.0], None, "SIGUSR1", 0, [0, 1])] * 2
+
+
+@pytest.mark.parametrize("met_by", [[0], [1], [1, 2]])
+def test_an_error_of_any_rank_is_raised_on_all_and_said_on_one(met_by):
+    def outcome(rank):
+        try:
+            with dist.together():
+                if rank in met_by:
+                    raise UserError(f"wrong on {rank}", "here", "repair it")
+        except UserError as error:
+            return str(error), type(error)
+
+    message = f"here: wrong on {met_by[0]}\n  fix: repair it"
+    assert on_ranks(3, outcome) == [(message, UserError if rank == met_by[0] else ToldElsewhere) for rank in range(3)]
+
+
+def test_a_rank_that_dies_is_noticed_by_who_waits_for_it(tmp_path):
+    def outcome(rank):
+        if rank == 1:
+            dist.barrier()
+            os._exit(0)
+        dist.barrier()
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            (tmp_path / "noticed").write_text(str(dist.loss_of_rank(error)))
+        os._exit(0)
+
+    with pytest.raises(FileNotFoundError):
+        on_ranks(2, outcome)
+    assert "onnection" in (tmp_path / "noticed").read_text()
+    assert dist.loss_of_rank(RuntimeError("boom")) is dist.loss_of_rank(None) is None
+
+
+def test_a_ctrl_c_that_arrives_twice_at_a_rank_of_torchrun_is_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    now = [5.0]
+    monkeypatch.setattr(dist.time, "monotonic", lambda: now[0])
+    flag = StopFlag()
+    flag._handle(signal.SIGINT, None)
+    now[0] += 0.9
+    flag._handle(signal.SIGINT, None)
+    assert flag.requested(tmp_path) == "SIGINT"
+    now[0] += 0.2
+    with pytest.raises(KeyboardInterrupt):
+        flag._handle(signal.SIGINT, None)
+
+
+def test_a_check_raises_why_the_run_has_to_stop(tmp_path):
+    flag = StopFlag()
+    flag.check(tmp_path)
+    flag.ask("SIGTERM")
+    with pytest.raises(dist.Stopped, match="SIGTERM"):
+        flag.check(tmp_path)
