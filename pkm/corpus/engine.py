@@ -173,6 +173,8 @@ def _code() -> str:
 
 
 def _in_queue(job: str) -> bool:
-    """Whether SLURM still has a job, pending or running."""
+    """Whether SLURM still has a job, pending or running. Where it does not answer, the job is taken to be there."""
     found = subprocess.run(["squeue", "--noheader", "--jobs", job], capture_output=True, text=True, check=False)
-    return found.returncode == 0 and bool(found.stdout.strip())
+    if found.returncode != 0:
+        return "invalid job id" not in found.stderr.lower()
+    return bool(found.stdout.strip())

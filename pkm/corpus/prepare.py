@@ -22,7 +22,14 @@ from pkm.corpus.sources import Input, Piece, list_inputs, needs_unpacking, piece
 from pkm.corpus.spool import spooled_index
 from pkm.corpus.stage import Progress, Stage
 from pkm.corpus.store import SPLITS, Shard, ShardWriter, read_manifest, write_manifest
-from pkm.corpus.unfinished import keep_what_stands, listing, settings_of, working_directory, working_path
+from pkm.corpus.unfinished import (
+    keep_what_stands,
+    listing,
+    remove_unfinished,
+    settings_of,
+    working_directory,
+    working_path,
+)
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, fsync_tree, publish
 from pkm.text.vocab import Vocab
@@ -223,6 +230,7 @@ def _encode(config: PrepareConfig, work: Path, show: Show, outcome: Outcome) -> 
 def _assemble(config: PrepareConfig, inputs: list[Input], damage: DamageLimit, train: list[Shard], work: Path) -> None:
     """The held-out splits, in the order of their articles' hashes; codes, vocabulary and manifest."""
     corpus = work / "corpus"
+    remove_unfinished(corpus)
     for name in ("codes", "vocab"):
         atomic_write(corpus / name, (work / "learn" / name).read_bytes())
     vocab = Vocab.load(corpus / "vocab", config.subwords.specials)

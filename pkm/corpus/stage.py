@@ -205,12 +205,8 @@ def _lives(pid: int) -> bool:
 
 
 def _write_failure(path: Path, error: Exception) -> None:
-    known = isinstance(error, UserError)
-    content = {
-        "user": [error.what, error.where, error.fix] if isinstance(error, UserError) else None,
-        "traceback": "" if known else traceback.format_exc(),
-    }
-    atomic_write(path, json.dumps(content))
+    user = [error.what, error.where, error.fix] if isinstance(error, UserError) else None
+    atomic_write(path, json.dumps({"user": user, "traceback": traceback.format_exc()}))
 
 
 def raise_failure(stage: Stage) -> None:

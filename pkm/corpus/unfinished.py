@@ -76,9 +76,16 @@ def keep_what_stands(config: PrepareConfig, inputs: list[Input], work: Path, say
     atomic_write(file, json.dumps(keys))
     for name in ("unpack", "read", "decide", "count", "learn", "encode", "corpus"):
         (work / name).mkdir(exist_ok=True)
-        for unfinished in (work / name).glob(".*.tmp"):
-            unfinished.unlink(missing_ok=True)
+        # Jobs that an earlier call submitted may still be writing theirs.
+        if config.executor == "local":
+            remove_unfinished(work / name)
     atomic_write(work / "config.json", config.model_dump_json())
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Files that a killed worker had begun to write."""
+    for path in directory.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 def _keys(config: PrepareConfig, inputs: list[Input]) -> dict[str, str]:

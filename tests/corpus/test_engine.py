@@ -99,7 +99,7 @@ for i in $(seq 0 "$last"); do
 done
 echo Submitted batch job 1
 """,
-        "squeue": "#!/bin/bash\n",
+        "squeue": "#!/bin/bash\necho Invalid job id specified >&2; exit 1\n",
         "scontrol": "#!/bin/bash\necho localhost\n",
     }
     folder = tmp_path / "cluster"
