@@ -178,6 +178,12 @@ class Optimizers:
         for group in self.groups.values():
             group.scale_gradients(factor)
 
+    def begin(self, step: int) -> None:
+        """Before backward: `update: fused` moves the values inside it."""
+        group = self.groups.get("values")
+        if isinstance(group, ValuesAdam):
+            group.begin(self.learning_rates(step)["values"], step)
+
     def sum_over_ranks(self) -> None:
         """After backward on several ranks: add up what they found for the values; the dense part is added up in backward."""
         group = self.groups.get("values")

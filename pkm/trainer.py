@@ -105,6 +105,7 @@ def train(
             torch.manual_seed(config.seed * 1_000_003 + step * 1_009 + dist.rank())
             buffers = [buffer.clone() for buffer in model.buffers()]
             optim.clear()
+            optim.begin(step)
             loss, meters = backward(config, module, model, batches.slice(step - 1, *rows), scale.value, precision, logs)
             optim.sum_over_ranks()
             if scale.active:

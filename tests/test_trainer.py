@@ -122,3 +122,24 @@ def test_a_time_limit_saves_and_stops(train):
 def test_profiled_steps_leave_a_trace_each(train):
     *_, directory = train(optim={"steps": 4}, profile={"from_step": 2, "steps": 2})
     assert {p.name for p in directory.glob("profile-*")} == {f"profile-000000{n}-rank0.json" for n in (2, 3)}
+
+
+@pytest.mark.parametrize("values", [{"update": "fused"}, {"dtype": "bf16+master"}])
+def test_ways_to_keep_and_move_the_values_learn_as_the_plain_one(train, values):
+    curves = []
+    for name, changed in (("plain", {}), ("changed", values)):
+        *_, directory = train(name=name, optim={"values": changed}, log={"every_steps": 1})
+        curves.append([r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5 if "update" in values else 2e-2)
+    assert curves[0][-1] < curves[0][0]
+
+
+@pytest.mark.parametrize(
+    "values", [{"update": "fused"}, {"dtype": "bf16", "state_dtype": "bf16"}, {"dtype": "bf16+master"}]
+)
+def test_values_resume_bit_for_bit_however_they_are_kept(train, values):
+    model, optim, *_ = train(name="whole", optim={"steps": 9, "values": values})
+    train(name="parts", optim={"steps": 4, "values": values})
+    again, its_optim, *_ = train(name="parts", optim={"steps": 9, "values": values})
+    ours, theirs = everything(model, optim), everything(again, its_optim)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -18,36 +18,6 @@ from pkm.memory.values import Values
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def bytes_per_slot(settings: ValuesOptim, dim: int) -> int:
-    """Bytes of one row of d numbers with all that is kept for it: values, fp32 master copy, two moments.
-
-    `dense` keeps a gradient of every row besides.
-    """
-    value = {"fp32": 4, "bf16": 2, "bf16+master": 2 + 4}[settings.dtype]
-    moments = 2 * {"fp32": 4, "bf16": 2}[settings.state_dtype]
-    return dim * (value + moments + (4 if settings.update == "dense" else 0))
-
-
-def refuse_fused(settings: ValuesOptim, *, accumulates: bool, scales_loss: bool, replicas: int, shared: bool) -> None:
-    """UserError that names why `update: fused` cannot be: it moves a row as soon as one backward knows its gradient.
-
-    accumulates  a step has several micro-batches;  scales_loss  there is a loss scaler
-    replicas     ranks that hold the values whole;  shared  two layers read one table
-    """
-    if settings.update != "fused":
-        return
-    reasons = {
-        "clipping (optim.values.clip): the gradient's norm is not known yet": settings.clip is not None,
-        "gradient accumulation (optim.micro_batch): the gradient is not whole yet": accumulates,
-        "a loss scaler (precision: fp16): an overflow is noticed too late to skip the step": scales_loss,
-        f"values replicated on {replicas} ranks: the other ranks' gradients are missing": replicas > 1,
-        "values shared by two layers: the earlier one would read rows that the later one has moved": shared,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError(f"update: fused cannot be combined with {reason}", "optim.values.update", "choose sparse")
-
-
 class ValuesAdam:
     """The values' optimizer: takes the tables over, so that their `weight` no longer gets a `.grad`.
 
@@ -119,20 +89,6 @@ class ValuesAdam:
             if master is not None:
                 tensors[f"{name}.master"] = master
         return tensors
-
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Copy in place; ValueError, and nothing copied, if one is missing, left over, or has another shape or dtype."""
-        own = self.state_tensors()
-        if own.keys() != tensors.keys():
-            raise ValueError(f"expected {sorted(own)}, found {sorted(tensors)}")
-        for name, tensor in own.items():
-            found = tensors[name]
-            if found.shape != tensor.shape or found.dtype != tensor.dtype:
-                raise ValueError(
-                    f"{name}: expected {tuple(tensor.shape)} {tensor.dtype}, found {tuple(found.shape)} {found.dtype}"
-                )
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
 
 
 class _Once:
