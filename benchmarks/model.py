@@ -68,6 +68,9 @@ def config_of(layers: int, tokens: int, sub_keys: int | None = None) -> Config:
     )
 
 
+STEPS = 3  # of a sample, so that the GPU does not stand still between two of them
+
+
 def median_seconds(run: Callable[[], object], warm_up: int, repeats: int) -> float:
     for _ in range(warm_up):
         run()
@@ -75,9 +78,10 @@ def median_seconds(run: Callable[[], object], warm_up: int, repeats: int) -> flo
     for _ in range(repeats):
         torch.cuda.synchronize()
         before = time.perf_counter()
-        run()
+        for _ in range(STEPS):
+            run()
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - before)
+        times.append((time.perf_counter() - before) / STEPS)
     return statistics.median(times)
 
 
@@ -128,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--tokens", type=int, default=16_384, help="of one update")
-    parser.add_argument("--repeats", type=int, default=8, help="repetitions that a median is over")
+    parser.add_argument("--repeats", type=int, default=6, help="repetitions that a median is over")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")

@@ -25,7 +25,7 @@ class BatchNorm(nn.Module):
     statistics and is causal.
 
     momentum        weight of the newest batch in the running statistics
-    kernels         who computes statistics: "reference" or "triton"
+    kernels         who computes statistics: "reference", "torch" or "triton"
     sum_over_ranks  if set: differentiable sum of a tensor over all ranks, for statistics of the whole batch
     """
 

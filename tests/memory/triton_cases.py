@@ -315,30 +315,35 @@ def test_a_layer_compiles_whole_and_gives_the_same(keys: str) -> None:
         gradient = layer.values.gradient()
         assert gradient is not None
         outs.append((out, x.grad, gradient.rows, gradient.values))
-    for a, b in zip(*outs, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+    # The compiler may round a folded key to the other neighbour in bf16, and a near tie may then go the other way.
+    (out, grad, rows, _), (compiled_out, compiled_grad, compiled_rows, _) = outs
+    assert_near(compiled_out, out, 2e-2)
+    assert_near(compiled_grad, grad, 5e-2)
+    assert len(set(rows.tolist()) ^ set(compiled_rows.tolist())) <= 0.02 * len(rows)
 
 
 @pytest.mark.skipif(not GPU, reason="trains at a size that an interpreter would take hours for")
 def test_training_curves_with_triton_and_reference_agree() -> None:
     curves = []
-    target = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    words, meanings = (torch.randn(300, 64, generator=generator).to(DEVICE) for _ in range(2))
     for layer in layers("product", "batch", 64, knn=8, sub_keys=32):
-        values = ValuesAdam({"values": layer.values}, ValuesOptim(lr=1e-2))
+        values = ValuesAdam({"values": layer.values}, ValuesOptim())
         dense = torch.optim.Adam([p for p in layer.parameters() if p.requires_grad], lr=1e-3)
         generator = torch.Generator().manual_seed(2)
         losses = []
-        for step in range(1, 101):
-            x = torch.randn(4, 128, 64, generator=generator).to(DEVICE)
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = (layer(x).float() - (x @ target).tanh()).square().mean()
+        for step in range(1, 151):
+            ids = torch.randint(0, len(words), (4, 128), generator=generator).to(DEVICE)
+            with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+                loss = (layer(words[ids]).float() - meanings[ids]).square().mean()
             dense.zero_grad()
             values.clear()
             loss.backward()
             dense.step()
-            values.step(1e-2, step)
+            values.step(3e-2, step)
             losses.append(loss.item())
         curves.append(np.array(losses))
     ours, theirs = curves
-    assert ours[-10:].mean() < 0.97 * ours[:10].mean(), "nothing was learnt"
-    np.testing.assert_allclose(ours[-20:].mean(), theirs[-20:].mean(), rtol=0.01)
+    assert ours[-10:].mean() < 0.5 * ours[:10].mean(), "nothing was learnt"
+    np.testing.assert_allclose(ours[-20:].mean(), theirs[-20:].mean(), rtol=0.05)
+    np.testing.assert_allclose(ours[:20].mean(), theirs[:20].mean(), rtol=0.02)

@@ -16,26 +16,23 @@ from pkm.memory.kernels import reference
 from pkm.memory.kernels.pairs import candidate_pairs
 
 
-def search(scores: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """scores (H, 2, N, C), bias (H, 2, C), fp32 or fp64 -> slots (N, H, k) int32, weights (N, H, k)."""
-    heads, _, tokens, sub_keys = scores.shape
-    scores = (scores + bias.unsqueeze(2)).permute(2, 0, 1, 3).reshape(tokens * heads, 2, sub_keys)
-    more = min(k + 1, sub_keys)
-    values, found = scores.topk(more, dim=-1)
+def search(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """scores (H, 2, N, C), fp32 or fp64 -> slots (N, H, k) int32, weights (N, H, k)."""
+    sub_keys = scores.shape[-1]
+    values, found = scores.topk(min(k + 1, sub_keys), dim=-1)
     left, right = _pairs(k, scores.device)
-    total = values[:, 0].index_select(1, left) + values[:, 1].index_select(1, right)
-    best, place = total.topk(min(k + 1, total.shape[1]), dim=-1)
-    place = place[:, :k]
-    slots = found[:, 0].gather(1, left[place]) * sub_keys + found[:, 1].gather(1, right[place])
+    total = values[:, 0].index_select(-1, left) + values[:, 1].index_select(-1, right)  # (H, N, P)
+    best, place = total.topk(min(k + 1, len(left)), dim=-1)
+    unsure = ties(values).any(1) | ties(best)
+    best, place = best[..., :k], place[..., :k]
+    slots = found[:, 0].gather(-1, left[place]) * sub_keys + found[:, 1].gather(-1, right[place])
 
     # topk leaves the order of equals open, and rounded sums may hide which is larger: settle such rows the long way.
-    unsure = ties(values[:, 0]) | ties(values[:, 1]) | ties(best)
-    best = best[:, :k]
     if bool(unsure.any()):
-        again, scores_again = reference.select_product(scores[unsure].unsqueeze(1), k)
+        rows = scores.transpose(1, 2)[unsure].unsqueeze(1)
+        again, scores_again = reference.select_product(rows, k)
         slots[unsure], best[unsure] = again.squeeze(1), scores_again.squeeze(1)
-    shape = (tokens, heads, k)
-    return slots.to(torch.int32).view(shape), best.softmax(-1).view(shape)
+    return slots.transpose(0, 1).to(torch.int32), best.transpose(0, 1).softmax(-1)
 
 
 def ties(values: Tensor) -> Tensor:
@@ -55,8 +52,8 @@ def score_gradient(grad_weights: Tensor, weights: Tensor, slots: Tensor, out: Te
         return
     grad = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
     sub_keys = out.shape[-1]
-    slots = slots.long()
-    both = torch.stack([slots // sub_keys, slots % sub_keys], dim=2)
+    first = slots // sub_keys
+    both = torch.stack([first, slots - first * sub_keys], dim=2).long()
     out.scatter_add_(-1, both, grad.unsqueeze(2).expand_as(both).to(out.dtype))
 
 
@@ -94,8 +91,9 @@ def row_gradient(grad: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor
     rows, counts = torch.unique_consecutive(slots, return_counts=True)
     offsets = counts.cumsum(0) - counts
     per_read = weights.flatten().index_select(0, order).to(dtype)
+    token = torch.arange(len(indices), device=order.device).repeat_interleave(indices.shape[1])
     values = F.embedding_bag(
-        order // indices.shape[1], grad.to(dtype), offsets, mode="sum", per_sample_weights=per_read
+        token.index_select(0, order), grad.to(dtype), offsets, mode="sum", per_sample_weights=per_read
     )
     return rows.long(), values
 

@@ -34,13 +34,12 @@ def search(query: Tensor, keys: Tensor, bias: Tensor, k: int, kernels: str) -> t
     at_once = max(1, SCORE_BYTES // (heads * 2 * sub_keys * 4))
     for first in range(0, tokens, at_once):
         part = slice(first, first + at_once)
-        scores = sub_key_scores(query[part], keys)
         if kernels == "triton":
             from pkm.memory.kernels import triton_search
 
-            triton_search.search_into(scores, bias, slots[part], weights[part])
+            triton_search.search_into(sub_key_scores(query[part], keys), bias, slots[part], weights[part])
         else:
-            slots[part], weights[part] = cpu.search(scores, bias, k)
+            slots[part], weights[part] = cpu.search(sub_key_scores(query[part], keys, bias), k)
     return slots, weights
 
 
@@ -80,7 +79,8 @@ def search_backward(
         torch.bmm(per_side, keys_per_side, out=by_query[part].view(n, heads * 2, half).transpose(0, 1))
         by_keys += product(per_side.transpose(1, 2), queries)
         by_bias += product(ones.expand(heads * 2, 1, n), per_side)
-        _score_gradient(grad[part], weights[part], slots[part], by_scores, True, kernels)
+        if first + at_once < tokens:
+            _score_gradient(grad[part], weights[part], slots[part], by_scores, True, kernels)
     return by_query, by_keys.view_as(keys).to(keys.dtype), by_bias.view(heads, 2, sub_keys)
 
 
@@ -91,11 +91,15 @@ def _(
     return torch.empty_like(query), torch.empty_like(keys), weights.new_empty(keys.shape[:3])
 
 
-def sub_key_scores(query: Tensor, keys: Tensor) -> Tensor:
-    """query (N, H, q), keys (H, 2, C, q / 2) -> (H, 2, N, C), at least fp32."""
+def sub_key_scores(query: Tensor, keys: Tensor, bias: Tensor | None = None) -> Tensor:
+    """query (N, H, q), keys (H, 2, C, q / 2), bias (H, 2, C) -> (H, 2, N, C), at least fp32."""
     heads, _, sub_keys, half = keys.shape
     halves = query.reshape(-1, heads * 2, half).transpose(0, 1)
-    scores = product(halves, keys.reshape(heads * 2, sub_keys, half).transpose(1, 2))
+    columns = keys.reshape(heads * 2, sub_keys, half).transpose(1, 2)
+    if bias is None:
+        scores = product(halves, columns)
+    else:
+        scores = torch.baddbmm(bias.view(heads * 2, 1, sub_keys), halves.to(bias.dtype), columns.to(bias.dtype))
     return scores.view(heads, 2, -1, sub_keys)
 
 

@@ -13,14 +13,18 @@ from pkm.memory.kernels.reference import at_least_fp32
 def column_statistics(x: Tensor, mask: Tensor | None, kernels: str = "reference") -> tuple[Tensor, Tensor, Tensor]:
     """x (N, F), mask (N,) bool, True = counts -> mean (F,), biased variance (F,), count (); at least fp32, differentiable.
 
-    No row that counts gives mean and variance 0.
+    No row that counts gives mean and variance 0. kernels: "reference" (which `autograd` goes through), "torch" or "triton".
     """
-    if kernels == "triton" and x.dtype is not torch.float64:
-        return _column_statistics(x.contiguous(), mask)
+    if kernels == "reference":
+        return _plain_statistics(x, mask)
+    return _column_statistics(x.contiguous(), mask, kernels)
+
+
+def _plain_statistics(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     x = x.to(at_least_fp32(x.dtype))
     if mask is None:
-        var, mean = torch.var_mean(x, dim=0, correction=0)
-        return mean, var, torch.full((), float(x.shape[0]), dtype=x.dtype, device=x.device)
+        mean = x.mean(0)
+        return mean, (x - mean).square().mean(0), torch.full((), float(x.shape[0]), dtype=x.dtype, device=x.device)
     count = mask.to(x.dtype).sum()
     # `where`, not a product: padding may hold anything, NaN included.
     mean = torch.where(mask.unsqueeze(1), x, 0.0).sum(0) / count.clamp(min=1)
@@ -29,42 +33,50 @@ def column_statistics(x: Tensor, mask: Tensor | None, kernels: str = "reference"
 
 
 @torch.library.custom_op("pkm::column_statistics", mutates_args=())
-def _column_statistics(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    from pkm.memory.kernels import triton_statistics
+def _column_statistics(x: Tensor, mask: Tensor | None, kernels: str) -> tuple[Tensor, Tensor, Tensor]:
+    if kernels == "triton":
+        from pkm.memory.kernels import triton_statistics
 
-    return triton_statistics.column_statistics(x, mask)
+        return triton_statistics.column_statistics(x, mask)
+    return _plain_statistics(x, mask)
 
 
 @_column_statistics.register_fake
-def _(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    mean = x.new_empty(x.shape[1], dtype=torch.float32)
-    return mean, torch.empty_like(mean), x.new_empty((), dtype=torch.float32)
+def _(x: Tensor, mask: Tensor | None, kernels: str) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.new_empty(x.shape[1], dtype=at_least_fp32(x.dtype))
+    return mean, torch.empty_like(mean), mean.new_empty(())
 
 
 @torch.library.custom_op("pkm::column_statistics_backward", mutates_args=())
 def _column_statistics_backward(
-    by_mean: Tensor, by_var: Tensor, x: Tensor, mask: Tensor | None, mean: Tensor, count: Tensor
+    by_mean: Tensor, by_var: Tensor, x: Tensor, mask: Tensor | None, mean: Tensor, count: Tensor, kernels: str
 ) -> Tensor:
-    from pkm.memory.kernels import triton_statistics
+    if kernels == "triton":
+        from pkm.memory.kernels import triton_statistics
 
-    return triton_statistics.column_statistics_backward(by_mean, by_var, x, mask, mean, count)
+        return triton_statistics.column_statistics_backward(by_mean, by_var, x, mask, mean, count)
+    slope = 2 * by_var / count.clamp(min=1)
+    grad = torch.addcmul(by_mean / count.clamp(min=1) - slope * mean, x.to(mean.dtype), slope).to(x.dtype)
+    return grad if mask is None else torch.where(mask.unsqueeze(1), grad, 0.0)
 
 
 @_column_statistics_backward.register_fake
-def _(by_mean: Tensor, by_var: Tensor, x: Tensor, mask: Tensor | None, mean: Tensor, count: Tensor) -> Tensor:
+def _(
+    by_mean: Tensor, by_var: Tensor, x: Tensor, mask: Tensor | None, mean: Tensor, count: Tensor, kernels: str
+) -> Tensor:
     return torch.empty_like(x)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, ctx.mask = inputs
+    x, ctx.mask, ctx.kernels = inputs
     mean, _, count = output
     ctx.mark_non_differentiable(count)
     ctx.save_for_backward(x, mean, count)
 
 
-def _backward(ctx: Any, by_mean: Tensor, by_var: Tensor, _: Tensor) -> tuple[Tensor, None]:
+def _backward(ctx: Any, by_mean: Tensor, by_var: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
     x, mean, count = ctx.saved_tensors
-    return _column_statistics_backward(by_mean, by_var, x, ctx.mask, mean, count), None
+    return _column_statistics_backward(by_mean, by_var, x, ctx.mask, mean, count, ctx.kernels), None, None
 
 
 _column_statistics.register_autograd(_backward, setup_context=_save)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 1 << 22  # numbers that the update of plain PyTorch takes in at a time
+AT_ONCE = 1 << 18  # numbers that the update of plain PyTorch takes at a time: a core's cache holds them
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def update(rows: Tensor, grad: Tensor, table: Tensor, step: AdamStep) -> None:
     lr, b1, one_b1, b2, one_b2, c1, c2, eps = step.numbers()
     generator = torch.Generator(table.device).manual_seed(step.seed)
     source = table if step.master is None else step.master
-    at_once = max(1, ROWS_AT_ONCE // table.shape[1])
+    at_once = max(1, AT_ONCE // table.shape[1])
     for part, g in zip(rows.split(at_once), grad.split(at_once), strict=True):
         m = step.mean[part].to(g.dtype).mul_(b1).add_(g, alpha=one_b1)
         v = step.square[part].to(g.dtype).mul_(b2).addcmul_(g, g, value=one_b2)
