@@ -29,7 +29,7 @@ CHECK
 many=()
 if "$python" -c 'import xdist' 2>/dev/null; then many=(-n 12); fi # compiling is most of the work
 failed=0
-timeout 110 "$python" -m pytest tests/memory/triton_cases.py -q "${many[@]}" -p no:cacheprovider -W ignore --tb=short \
+timeout "${CASES_SECONDS:-110}" "$python" -m pytest tests/memory/triton_cases.py -q "${many[@]}" -p no:cacheprovider -W ignore --tb=short \
     --junitxml="$folder/cases.xml" >"$folder/cases.log" 2>&1 || failed=1
 tail -n 15 "$folder/cases.log"
 timeout 70 "$python" benchmarks/memory_layer.py --device cuda --json "$folder/memory.json" | tee "$folder/memory.md" || failed=1
