@@ -1,0 +1,174 @@
+import copy
+
+import pytest
+import torch
+
+from pkm.config import ValuesOptim
+from pkm.errors import UserError
+from pkm.memory.adam import ValuesAdam
+from pkm.memory.values import Values
+
+
+def table(settings: ValuesOptim, slots: int = 10, dim: int = 4) -> tuple[Values, ValuesAdam]:
+    torch.manual_seed(0)
+    values = Values(slots, dim)
+    return values, ValuesAdam({"t": values}, settings)
+
+
+def read(values: Values, rows: list[int], scale: float = 1.0) -> torch.Tensor:
+    """A loss that reads `rows`, one a token."""
+    indices = torch.tensor(rows).unsqueeze(1)
+    out = values.read(indices, torch.ones(len(rows), 1), torch.float32, "torch")
+    return scale * (out * torch.arange(1.0, out.numel() + 1).view_as(out)).sum()
+
+
+def test_sparse_adam_equals_dense_adam_where_every_row_is_read() -> None:
+    values, adam = table(ValuesOptim(lr=1e-2, betas=(0.9, 0.99)))
+    weight = torch.nn.Parameter(values.weight.detach().clone())
+    dense = torch.optim.Adam([weight], lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
+    for step in range(1, 6):
+        read(values, list(range(10)), step).backward()
+        (step * (weight * torch.arange(1.0, 41).view(10, 4)).sum()).backward()
+        adam.step(1e-2, step)
+        adam.clear()
+        dense.step()
+        dense.zero_grad()
+    torch.testing.assert_close(values.weight, weight)
+
+
+def test_a_row_that_is_not_read_does_not_move_nor_do_its_moments() -> None:
+    values, adam = table(ValuesOptim())
+    read(values, [2, 5]).backward()
+    adam.step(1e-3, 1)
+    adam.clear()
+    before = copy.deepcopy((values.weight.detach(), adam.state_tensors()))
+    read(values, [5, 7]).backward()
+    adam.step(1e-3, 2)
+    still = [i for i in range(10) if i not in (5, 7)]
+    assert torch.equal(values.weight[still], before[0][still])
+    for name, tensor in adam.state_tensors().items():
+        assert torch.equal(tensor[still], before[1][name][still])
+        assert not torch.equal(tensor[[5, 7]], before[1][name][[5, 7]])
+
+
+def test_bias_correction_counts_all_steps_not_those_that_read_a_row() -> None:
+    values, adam = table(ValuesOptim(betas=(0.5, 0.75)))
+    start = values.weight[3].detach().clone()
+    read(values, [3]).backward()
+    adam.step(1.0, 2)
+    g = torch.arange(1.0, 5)
+    mean, square = 0.5 * g / (1 - 0.5**2), 0.25 * g**2 / (1 - 0.75**2)
+    torch.testing.assert_close(values.weight[3], start - mean / (square.sqrt() + 1e-8))
+
+
+def test_norm_and_scaling_are_over_all_tables() -> None:
+    a, b = Values(6, 3), Values(5, 2)
+    adam = ValuesAdam({"a": a, "b": b}, ValuesOptim())
+    assert adam.gradient_norm() == 0
+    (read(a, [1, 1, 4]) + read(b, [0])).backward()
+    whole = torch.cat([t.gradient().values.flatten() for t in (a, b)])  # type: ignore[union-attr]
+    torch.testing.assert_close(adam.gradient_norm(), whole.norm())
+    adam.scale_gradients(0.25)
+    torch.testing.assert_close(adam.gradient_norm(), whole.norm() / 4)
+    adam.clear()
+    assert adam.gradient_norm() == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16+master"])
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+def test_fused_equals_sparse(dtype: str, state: str) -> None:
+    ends = []
+    for update in ("sparse", "fused"):
+        values, adam = table(ValuesOptim(update=update, dtype=dtype, state_dtype=state))
+        for step in range(1, 5):
+            adam.begin(1e-2, step)
+            read(values, [1, 3, 3, step]).backward()
+            assert (values.gradient() is None) == (update == "fused")
+            adam.step(1e-2, step)
+            adam.clear()
+        ends.append([values.weight.detach(), *adam.state_tensors().values()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_fused_refuses_a_second_backward_in_a_step() -> None:
+    values, adam = table(ValuesOptim(update="fused"))
+    adam.begin(1e-3, 1)
+    read(values, [1]).backward()
+    with pytest.raises(UserError, match="second backward"):
+        read(values, [2]).backward()
+
+
+def test_bf16_values_move_by_updates_smaller_than_their_step() -> None:
+    values, adam = table(ValuesOptim(dtype="bf16", betas=(0.0, 0.0)), slots=2, dim=512)
+    values.weight.data.fill_(1.0)
+    # Adam moves every number by lr: a tenth of a step of bf16 above 1/2; to the nearest, none would ever move.
+    lr = 2.0**-8 / 10
+    for step in range(1, 41):
+        read(values, [0]).backward()
+        adam.step(lr, step)
+        adam.clear()
+    assert values.weight.dtype is torch.bfloat16
+    moved = 1 - values.weight[0].double().mean().item()
+    assert moved == pytest.approx(40 * lr, rel=0.1)
+
+
+def test_a_master_copy_is_updated_and_the_table_is_its_rounding() -> None:
+    values, adam = table(ValuesOptim(dtype="bf16+master"))
+    exact, other = table(ValuesOptim())
+    for step in range(1, 4):
+        for v, a in ((values, adam), (exact, other)):
+            read(v, [1, 2]).backward()
+            a.step(1e-3, step)
+            a.clear()
+    master = adam.state_tensors()["t.master"]
+    torch.testing.assert_close(master, exact.weight.detach())
+    assert torch.equal(values.weight, master.bfloat16())
+
+
+def test_moments_are_kept_in_their_dtype() -> None:
+    _, adam = table(ValuesOptim(state_dtype="bf16"))
+    assert {t.dtype for t in adam.state_tensors().values()} == {torch.bfloat16}
+
+
+def test_state_goes_through_a_checkpoint_and_training_goes_on_bit_by_bit() -> None:
+    settings = ValuesOptim(dtype="bf16", state_dtype="bf16")
+    values, adam = table(settings)
+    for step in (1, 2):
+        read(values, [step, 3]).backward()
+        adam.step(1e-2, step)
+        adam.clear()
+    saved = {name: t.clone() for name, t in adam.state_tensors().items()}
+    other, resumed = table(settings)
+    other.load_state_dict(values.state_dict())
+    for name, tensor in resumed.state_tensors().items():
+        tensor.copy_(saved[name])
+    for v, a in ((values, adam), (other, resumed)):
+        read(v, [3, 4]).backward()
+        a.step(1e-2, 3)
+    assert torch.equal(values.weight, other.weight)
+    for a_tensor, b_tensor in zip(adam.state_tensors().values(), resumed.state_tensors().values(), strict=True):
+        assert torch.equal(a_tensor, b_tensor)
+
+
+def test_a_gradient_that_is_scaled_and_unscaled_updates_as_if_it_never_was() -> None:
+    plain, adam = table(ValuesOptim())
+    scaled, other = table(ValuesOptim())
+    read(plain, [1, 6]).backward()
+    read(scaled, [1, 6], 1024.0).backward()
+    other.scale_gradients(1 / 1024)
+    adam.step(1e-3, 1)
+    other.step(1e-3, 1)
+    assert torch.equal(plain.weight, scaled.weight)
+
+
+def test_accumulated_micro_batches_update_as_one_batch_does() -> None:
+    parts, adam = table(ValuesOptim())
+    whole, other = table(ValuesOptim())
+    out = torch.tensor([[1], [2], [2], [7]])
+    for rows in (out[:1], out[1:]):
+        parts.read(rows, torch.ones(len(rows), 1), kernels="torch").sum().backward()
+    whole.read(out, torch.ones(4, 1), kernels="torch").sum().backward()
+    adam.step(1e-3, 1)
+    other.step(1e-3, 1)
+    torch.testing.assert_close(parts.weight, whole.weight)

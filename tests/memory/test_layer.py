@@ -1,0 +1,223 @@
+import importlib.util
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from pkm.config import MemoryConfig, QueryConfig, ValuesOptim
+from pkm.errors import UserError
+from pkm.memory.adam import ValuesAdam
+from pkm.memory.kernels import cpu, reference, search
+from pkm.memory.layer import MemoryLayer
+
+KINDS = [("product", "batch"), ("product", "layer"), ("product", "none"), ("flat", "batch"), ("flat", "none")]
+
+
+def build(
+    keys: str = "product", norm: str = "batch", kernels: str = "auto", dim: int = 10, **more: object
+) -> MemoryLayer:
+    sizes: dict[str, object] = {"sub_keys": 8} if keys == "product" else {"slots": 30}
+    settings = {"layers": (1,), "heads": 2, "knn": 3, "query": QueryConfig(dim=8, norm=norm), **sizes, **more}
+    config = MemoryConfig(keys=keys, kernels=kernels, **settings)
+    torch.manual_seed(0)
+    return MemoryLayer(config, dim)
+
+
+def results(layer: MemoryLayer, x: torch.Tensor, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Output, and gradients of everything that is learnt."""
+    x = x.clone().requires_grad_()
+    out = layer(x, mask)
+    out.square().sum().backward()
+    gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+    return [out.detach(), x.grad, *gradients, *layer.buffers()]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("keys, norm", KINDS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_fast_way_on_a_cpu_equals_the_reference(keys: str, norm: str, masked: bool) -> None:
+    x = torch.randn(2, 6, 10, dtype=torch.float64)
+    mask = torch.rand(2, 6) < 0.7 if masked else None
+    ours, theirs = (results(build(keys, norm, kernels).double(), x, mask) for kernels in ("auto", "reference"))
+    assert len(ours) == len(theirs) > 4
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("keys, norm", KINDS)
+def test_gradients_are_those_of_finite_differences(keys: str, norm: str) -> None:
+    layer = build(keys, norm).double()
+    x = torch.randn(1, 4, 10, dtype=torch.float64, requires_grad=True)
+    names = [n for n, _ in layer.named_parameters()]
+
+    def run(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    # Small steps: the selection must not change within one.
+    assert torch.autograd.gradcheck(run, (x, *layer.parameters()), eps=1e-7, atol=1e-5, nondet_tol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "nan", "infinite"])
+@pytest.mark.parametrize("shape", [(3, 2, 16, 4), (1, 1, 12, 12), (5, 1, 1, 1), (4, 3, 40, 7)])
+def test_the_fast_search_on_a_cpu_selects_what_the_reference_selects(shape: tuple[int, ...], kind: str) -> None:
+    tokens, heads, sub_keys, k = shape
+    scores = torch.randn(heads, 2, tokens, sub_keys)
+    if kind == "ties":
+        scores = torch.randint(-2, 3, scores.shape).float()
+    elif kind == "equal":
+        scores.zero_()
+    elif kind == "nan":
+        scores[:, :, ::2, sub_keys // 2] = float("nan")
+    elif kind == "infinite":
+        scores[:, 0, :, 0], scores[:, 1, :, sub_keys // 2] = float("inf"), float("-inf")
+    slots, weights = cpu.search(scores, k)
+    expected, best = reference.select_product(scores.permute(2, 0, 1, 3).contiguous(), k)
+    assert torch.equal(slots.long(), expected)
+    torch.testing.assert_close(weights, best.softmax(-1), equal_nan=True)
+
+
+def test_score_gradients_made_in_parts_equal_those_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.randn(10, 2, 8, requires_grad=True)
+    keys, bias = torch.randn(2, 2, 6, 4, requires_grad=True), torch.randn(2, 2, 6, requires_grad=True)
+    grad = torch.randn(10, 2, 3)
+    results = []
+    for size in (1 << 26, 3 * 2 * 2 * 6 * 4):
+        monkeypatch.setattr(search, "GRADIENT_BYTES", size)
+        monkeypatch.setattr(search, "SCORE_BYTES", size)
+        _, weights = search.search(query, keys, bias, 3, "torch")
+        results.append(torch.autograd.grad(weights, (query, keys, bias), grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_padding_reads_nothing_and_touches_no_row() -> None:
+    layer = build()
+    ValuesAdam({"values": layer.values}, ValuesOptim())
+    x, mask = torch.randn(2, 5, 10), torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 2:] = False
+    layer.record = True
+    out = layer(x, mask)
+    assert (out[1, 2:] == 0).all() and (out[1, :2] != 0).any()
+    out.sum().backward()
+    indices, weights = layer.selection
+    gradient = layer.values.gradient()
+    assert gradient is not None
+    assert indices.shape == (7, 2, 3) and torch.equal(gradient.rows, indices.long().unique())
+    torch.testing.assert_close(weights.sum(-1), torch.ones(7, 2))
+
+
+def test_in_evaluation_a_token_sees_no_other() -> None:
+    layer = build()
+    for _ in range(3):
+        layer(torch.randn(2, 50, 10))
+    layer.eval()
+    x = torch.randn(1, 6, 10)
+    before = layer(x)
+    x[0, 4] += 1
+    after = layer(x)
+    others = [0, 1, 2, 3, 5]
+    torch.testing.assert_close(after[0, others], before[0, others], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_neither_gradients_nor_statistics(reentrant: bool) -> None:
+    x = torch.randn(2, 6, 10)
+    plain, recomputed = build(), build()
+    expected = results(plain, x)
+    y = x.clone().requires_grad_()
+    out = checkpoint(recomputed, y, use_reentrant=reentrant)
+    out.square().sum().backward()
+    found = [
+        out.detach(),
+        y.grad,
+        *(p.grad for p in recomputed.parameters() if p.grad is not None),
+        *recomputed.buffers(),
+    ]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("keys", ["product", "flat"])
+def test_a_layer_compiles_whole_and_gives_the_same(keys: str, kernels: str) -> None:
+    layer = build(keys, kernels=kernels)
+    ValuesAdam({"values": layer.values}, ValuesOptim())
+    # Inductor has no say in what is tested here, and a C++ compiler is not a given.
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, found = torch.randn(2, 6, 10), []
+    for module in (layer, compiled):
+        layer.zero_grad()
+        layer.values.clear_gradient()
+        layer.query.norm.running_mean.zero_()  # type: ignore[union-attr]
+        layer.query.norm.running_var.fill_(1.0)  # type: ignore[union-attr]
+        found.append([*results(module, x), *layer.values.gradient()])  # type: ignore[misc]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_under_autocast_scores_and_softmax_stay_in_fp32() -> None:
+    layer, exact = build(dim=64, heads=4), build(dim=64, heads=4)
+    x = torch.randn(2, 20, 64)
+    layer.record = exact.record = True
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    expected = exact(x)
+    indices, weights = layer.selection
+    assert out.dtype is torch.bfloat16 and weights.dtype is torch.float32
+    torch.testing.assert_close(weights.sum(-1), torch.ones(40, 4))
+    assert (indices.sort(-1).values == exact.selection[0].sort(-1).values).float().mean() > 0.9
+    assert (out.float() - expected).norm() < 0.1 * expected.norm()
+    assert layer.query.norm.running_mean.dtype is torch.float32  # type: ignore[union-attr]
+
+
+def test_heads_have_keys_and_queries_of_their_own_and_share_the_values() -> None:
+    layer = build(heads=3)
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert shapes == {
+        "query.first.weight": (24, 10), "query.first.bias": (24,), "query.norm.weight": (24,), "query.norm.bias": (24,),
+        "keys.weight": (3, 2, 8, 4), "values.weight": (64, 10),
+    }  # fmt: skip
+
+
+def test_triton_without_a_gpu_and_missing_packages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pkm.memory.kernels import choose
+
+    monkeypatch.setattr(choose, "TRITON", True)
+    with pytest.raises(UserError, match="CUDA"):
+        build(kernels="triton")(torch.randn(1, 2, 10))
+    monkeypatch.setattr(choose, "TRITON", False)
+    with pytest.raises(UserError, match="not installed"):
+        build(kernels="triton")
+
+
+@pytest.mark.parametrize(
+    "wanted, device, expected",
+    [
+        ("auto", "cpu", "torch"),
+        ("auto", "mps", "reference"),
+        ("auto", "cuda", "triton"),
+        ("reference", "cuda", "reference"),
+    ],
+)
+def test_kernels_are_chosen_by_device(wanted: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pkm.memory.kernels import choose
+
+    monkeypatch.setattr(choose, "TRITON", True)
+    assert choose.choose(wanted, torch.device(device)) == expected
+    assert choose.describe(wanted, torch.device(device)).startswith(expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("faiss") is None, reason="faiss is not installed")
+@pytest.mark.parametrize("keys", ["product", "flat"])
+def test_faiss_finds_the_same_slots_and_gives_the_same_output(keys: str) -> None:
+    x = torch.randn(3, 20, 10)
+    found = []
+    for kernels in ("faiss", "reference"):
+        layer = build(keys, kernels=kernels)
+        layer.record = True
+        out = layer(x)
+        out.square().sum().backward()
+        found.append((out, layer.selection[0].long(), layer.keys.weight.grad))
+    (a, a_slots, a_grad), (b, b_slots, b_grad) = found
+    assert torch.equal(a_slots, b_slots)
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(a_grad, b_grad)
