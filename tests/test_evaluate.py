@@ -34,7 +34,7 @@ def nll_token_by_token(model, ids, context):
 def test_perplexities_are_those_of_the_whole_split(model, corpus):
     ids = corpus.test.read(0, corpus.test.tokens)
     nll = nll_token_by_token(model.eval(), ids, 8)
-    words = sum(bool(corpus.vocab.word_ends[i]) for i in ids[1:])
+    words = corpus.test.words
     measured = evaluate(model, corpus, corpus.test, tiny_config())
     assert measured.tokens == len(ids) - 1
     assert measured.words == words
@@ -77,6 +77,8 @@ def test_a_stride_scores_the_same_tokens_with_more_context(model, corpus):
 def test_a_part_of_a_split_has_no_bits_per_byte(model, corpus):
     part = evaluate(model, corpus, corpus.test, tiny_config(), documents=2)
     assert part.documents == 2 and part.bits_per_byte is None
+    ids = corpus.test.read(0, corpus.test.document_start(2))
+    assert part.words == sum(bool(corpus.vocab.word_ends[i]) for i in ids[1:])
 
 
 def test_evaluation_leaves_the_model_as_it_was(model, corpus):

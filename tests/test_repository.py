@@ -18,22 +18,25 @@ REPOSITORY = Path(__file__).parent.parent
 # The package from the bottom up: a file imports only from files above it here. A new file gets its line at the lowest
 # place where everything that imports it still comes after it.
 ORDER = """
-    errors  version  files  faults  lock  dist  collectives
+    errors  version  files  faults  lock  rendezvous  dist  collectives
     yamltree  allowed  schemacheck  configfile  config  count
     text.vocab  text.perl_classes  text.cache  text.filter  text.normalize  text.detokenize  text.moses_rules  text.chunks
     text.moses  text.merges  text.bpe  text.peers  text.encode
     corpus.settings  corpus.damage  corpus.streams  corpus.records  corpus.sources  corpus.unfinished
     corpus.extract  corpus.warc  corpus.readers
-    corpus.filters  corpus.store  corpus.batches  corpus.spool  corpus.decide  corpus.engine  corpus.tasks  corpus.learn
+    corpus.filters  corpus.store  corpus.batches  corpus.spool  corpus.decide  corpus.stage  corpus.runner
+    corpus.engine  corpus.tasks  corpus.learn
     corpus.prepare  corpus.show  corpus.sample
-    memory.kernels.update  memory.kernels.pairs  memory.kernels.reference  memory.kernels.statistics
+    memory.kernels.update  memory.kernels.pairs  memory.kernels.reference
+    memory.kernels.triton_statistics  memory.kernels.statistics
     memory.kernels.triton_read  memory.kernels.triton_adam  memory.kernels.triton_rows  memory.kernels.triton_search
-    memory.kernels.cpu  memory.kernels.search  memory.kernels.ops
-    memory.query  memory.keys  memory.values  memory.ranks  memory.sharded  memory.adam  memory.layer  memory.usage
+    memory.kernels.cpu  memory.kernels.search  memory.kernels.flat  memory.kernels.faiss_search  memory.kernels.ops
+    memory.kernels.choose
+    memory.query  memory.keys  memory.values  memory.ranks  memory.adam  memory.layer  memory.usage
     loss  model  optim  parallel
     tensorfile  shards  manifest  kept  background  checkpoint  metrics  run  evaluate  profiler  console
     trainer  trained  generate  export  finding  selftest  doctor  gathered  network  sharedfiles  cluster  slurm
-    experiments  report.tables  report.plots  report.findings  report.page  report.run
+    experiments  report.tables  report.run
 """.split()  # noqa: SIM905
 
 PACKAGE = sorted((REPOSITORY / "pkm").rglob("*.py"))
