@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 import torch.distributed as td
 
+from pkm import rendezvous
 from pkm.errors import ToldElsewhere, UserError
 
 T = TypeVar("T")
@@ -53,7 +54,9 @@ def start(device: torch.device) -> None:
         return
     try:
         # Tensors on the CPU travel by gloo in both cases.
-        td.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store, rank, ranks = rendezvous.meet()
+        td.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"cannot join the other ranks: {error}",
