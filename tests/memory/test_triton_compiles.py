@@ -1,0 +1,125 @@
+"""The Triton kernels compile for an H100 (sm_90), which needs no GPU: its assembler comes with Triton.
+
+The interpreter checks what a kernel computes; only the compiler says whether it can be built, and whether its registers do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs triton, not interpreted", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pkm.memory.kernels import triton_adam, triton_read, triton_rows, triton_search, triton_statistics
+from pkm.memory.kernels.pairs import candidate_pairs
+
+INTEGERS, LONGS, HALVES, BYTES = "*i32", "*i64", "*bf16", "*i8"
+NUMBERS = dict.fromkeys(("lr", "b1", "one_b1", "b2", "one_b2", "c1", "c2", "eps"), "fp32")
+
+
+def registers_and_stack(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> tuple[int, int]:
+    """Compile; what is not named is a pointer to fp32, all pointers aligned to 16 bytes."""
+    signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*")}
+    source = ASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2])
+
+
+def search_sizes(sub_keys: int, k: int) -> dict[str, int]:
+    k_width = max(2, triton.next_power_of_2(k))
+    width = max(k_width, triton.next_power_of_2(sub_keys))
+    pairs = max(triton.next_power_of_2(len(candidate_pairs(k))), k_width)
+    return {"H": 4, "C": sub_keys, "CP": width, "K": k, "KP": k_width, "P": pairs}
+
+
+@pytest.mark.parametrize("sub_keys, k", [(512, 32), (1024, 32), (48, 12), (1, 1)])
+def test_the_search_compiles_without_spilling(sub_keys: int, k: int) -> None:
+    sizes = search_sizes(sub_keys, k)
+    types = {"pairs": INTEGERS, "out_slots": INTEGERS, "unproven": BYTES, "N": "i32"}
+    group = triton_search.group_size(sizes["CP"], sizes["KP"])
+    _, spilled = registers_and_stack(triton_search.search_kernel, types, sizes | {"S": group, "BR": 1}, 1)
+    assert spilled == 0
+    _, spilled = registers_and_stack(triton_search.repair_kernel, types, sizes | {"ROWS": 16}, 1)
+    assert spilled == 0
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_score_gradients_compile_without_spilling(clear: bool) -> None:
+    types = {"slots": INTEGERS, "R": "i32", "out": HALVES}
+    constants = {"C": 512, "K": 32, "KP": 32, "BR": 1, "CLEAR": clear}
+    assert registers_and_stack(triton_search.score_gradient_kernel, types, constants, 1)[1] == 0
+
+
+def test_the_read_compiles_without_spilling() -> None:
+    types = {"table": HALVES, "indices": INTEGERS, "out": HALVES}
+    constants = {"J": 128, "D": 1024, "BD": triton_read.READ_COLUMNS, "BJ": triton_read.READ_ROWS}
+    assert registers_and_stack(triton_read.read_kernel, types, constants, triton_read.READ_WARPS)[1] == 0
+
+
+@pytest.mark.parametrize("mode, master", [(0, False), (1, False), (2, False), (2, True), (3, False)])
+def test_the_gradient_by_row_compiles_with_registers_for_seven_programs_a_processor(mode: int, master: bool) -> None:
+    types = {
+        "pieces": INTEGERS,
+        "piece_slots": LONGS,
+        "places": INTEGERS,
+        "order": LONGS,
+        "counts": LONGS,
+        "slots": INTEGERS,
+    }
+    types |= {"grad": HALVES, "table": HALVES, "seed": "i32", "M": "i32"} | NUMBERS
+    if mode == 2 and not master:
+        types |= {"mean": HALVES, "square": HALVES}
+    sizes = {"J": 128, "D": 1024, "BD": 1024, "BJ": triton_rows.ROWS_BLOCK, "PIECE": triton_rows.PIECE}
+    constants = sizes | {"MODE": mode, "MASTER": master, "DOTS": True}
+    warps = triton_rows.ROWS_WARPS
+    registers, spilled = registers_and_stack(triton_rows.rows_kernel, types, constants, warps)
+    assert spilled == 0 and 65_536 // (registers * 32 * warps) >= 7
+    joined = {key: constants[key] for key in ("D", "BD", "PIECE", "MODE", "MASTER")}
+    assert registers_and_stack(triton_rows.join_kernel, types, joined, 4)[1] == 0
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_adam_on_rows_compiles_without_spilling(master: bool) -> None:
+    types = {"rows": INTEGERS, "table": HALVES, "seed": "i32"} | NUMBERS
+    constants = {"D": 1024, "BD": 1024, "MASTER": master}
+    assert registers_and_stack(triton_adam.adam_kernel, types, constants, 4)[1] == 0
+
+
+def test_the_plan_and_statistics_compile() -> None:
+    registers_and_stack(
+        triton_rows.mark_kernel, {"slots": INTEGERS, "marks": LONGS, "M": "i32"}, {"PIECE": 512, "BLOCK": 1024}, 4
+    )
+    types = {
+        "slots": INTEGERS,
+        "counts": LONGS,
+        "pieces": INTEGERS,
+        "piece_slots": LONGS,
+        "places": INTEGERS,
+        "rows": INTEGERS,
+    }
+    registers_and_stack(triton_rows.list_kernel, types | {"M": "i32"}, {"BLOCK": 1024}, 4)
+    whole = {"x": HALVES, "mask": BYTES, "out": HALVES, "N": "i32", "F": "i32", "B": "i32"}
+    tile = {"MASKED": True, "ROWS": triton_statistics.ROWS, "COLUMNS": triton_statistics.COLUMNS}
+    registers_and_stack(triton_statistics.parts_kernel, whole, tile, 4)
+    registers_and_stack(triton_statistics.join_kernel, whole, {"BLOCKS": 128, "COLUMNS": 16}, 4)
+    registers_and_stack(triton_statistics.backward_kernel, whole, {"MASKED": True, "ROWS": 32, "COLUMNS": 128}, 4)
