@@ -24,7 +24,7 @@ from pkm.text.vocab import CONTINUES, EOS_ID, UNK_ID, Vocab
 Backend = Literal["pkm", "sacremoses", "fastbpe"]
 
 _BYTES_REMEMBERED = 256
-"""Memory of a remembered chunk or word with its ids: text, bytes object and a dictionary's entry (measured: 240)."""
+"""Memory of a remembered chunk or word with its ids: 130 measured on English news, more for other scripts."""
 
 
 class Encoder:
