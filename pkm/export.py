@@ -14,7 +14,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -51,7 +50,8 @@ def export(trained: Trained, directory: Path) -> None:
         save_file(weights, temporary / WEIGHTS, metadata={"step": str(trained.step)})
         for name in ("codes", "vocab"):
             shutil.copy(trained.corpus.path / name, temporary / name)
-        atomic_write(temporary / "tokenizer.json", json.dumps(trained.corpus.manifest["tokenizer"], indent=1) + "\n")
+        tokenizer = {"specials": trained.corpus.vocab.specials, "encoder": trained.corpus.manifest["tokenizer"]}
+        atomic_write(temporary / "tokenizer.json", json.dumps(tokenizer, indent=1) + "\n")
         atomic_write(temporary / "config.yaml", dump(trained.config))
     publish(temporary, directory)
 
@@ -59,16 +59,17 @@ def export(trained: Trained, directory: Path) -> None:
 def load_exported(directory: Path, overrides: tuple[str, ...] = ()) -> Exported:
     """Read what `export` wrote; UserError where a file is missing or does not belong to the others."""
     config = load(directory / "config.yaml", overrides).config
-    vocab = Vocab.load(directory / "vocab")
-    with explained(directory):
-        tokenizer = json.loads((directory / "tokenizer.json").read_text())
-    encoder = Encoder(
-        Codes.load(directory / "codes"), vocab, escape=tokenizer["escape"], normalize=tokenizer["normalize"]
-    )
-    with torch.device("cpu"):
-        model = build_model(config, vocab.size)
+    try:
+        with explained(directory / "tokenizer.json"):
+            tokenizer = json.loads((directory / "tokenizer.json").read_text())
+        vocab = Vocab.load(directory / "vocab", tokenizer["specials"])
+        encoder = Encoder(Codes.load(directory / "codes"), vocab, **tokenizer["encoder"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"not what was exported: {error}", str(directory / "tokenizer.json"), "export again") from None
+    model = build_model(config, vocab.size)
     try:
         with explained(directory / WEIGHTS):
+            (directory / WEIGHTS).stat()  # says what is wrong with the file better than safetensors does
             model.load_state_dict(load_file(directory / WEIGHTS))
     except (SafetensorError, RuntimeError) as error:
         raise UserError(

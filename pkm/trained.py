@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from pkm.checkpoint import Checkpoints
 from pkm.config import Config, load
 from pkm.corpus.store import Corpus, open_corpus
@@ -44,7 +42,6 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
             str(config.corpus.path),
             "give the corpus it was trained on",
         )
-    with torch.device("cpu"):
-        model = build_model(config, corpus.vocab.size)
+    model = build_model(config, corpus.vocab.size)
     load_weights(model, loaded)
     return Trained(config, corpus, model.to(pick_device(config)).eval(), loaded.step)
