@@ -11,7 +11,7 @@ import argparse
 import os
 
 from pkm.config import impossible_for, load
-from pkm.errors import exits_cleanly
+from pkm.errors import UserError, exits_cleanly
 
 
 @exits_cleanly

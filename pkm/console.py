@@ -12,7 +12,9 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pkm import dist
+from pkm.count import amount
 from pkm.evaluate import Evaluation
+from pkm.model import Transformer
 from pkm.run import Run
 
 
@@ -85,6 +87,19 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def start_line(model: Transformer, device: torch.device, precision: str, step: int) -> str:
+    """What begins, or goes on: sizes, where it computes, and who computes the memories."""
+    values = sum(memory.values.weight.numel() for _, memory in model.memories()) * (
+        dist.world_size() if any(memory.sharded for _, memory in model.memories()) else 1
+    )
+    dense = sum(p.numel() for name, p in model.named_parameters() if ".memory.values." not in name)
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    ranks = f", {dist.world_size()} ranks" if dist.world_size() > 1 else ""
+    memories = "".join(f" | memory at layer {layer}: {memory.kernels}" for layer, memory in model.memories())
+    begins = f"going on after step {step}" if step else "beginning"
+    return f"{begins} | {amount(dense)} dense parameters, {amount(values)} values | {device.type} ({card}{ranks}), {precision}{memories}"
 
 
 def log_line(step: int, steps: int, record: dict[str, Any], speed: dict[str, float], seconds_left: float) -> str:

@@ -6,6 +6,7 @@ C sub-keys a side, k selected slots, q query size, M memories.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -370,7 +371,8 @@ def table(config: Config, vocab_size: int, ranks: int = 1) -> Table:
 def print_plan(config: Config, ranks: int = 1) -> None:
     """Print the summary, with the vocabulary of the prepared corpus if it is there, else with the paper's."""
     known = vocab_size_of(config.corpus.path)
-    Console(soft_wrap=False).print(table(config, known or PAPER_VOCABULARY, ranks))
+    # A pipe has no width: 80 columns would break every remark.
+    Console(width=None if sys.stdout.isatty() else 160).print(table(config, known or PAPER_VOCABULARY, ranks))
     if known is None:
         print(
             f"no corpus at {config.corpus.path} yet: counted with a vocabulary of {PAPER_VOCABULARY:,}, as in the paper"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pkm import dist
 from pkm.checkpoint import Loaded
 from pkm.config import Config
-from pkm.console import Clock, log_line, peak_memory, progress, valid_line
+from pkm.console import Clock, log_line, peak_memory, progress, start_line, valid_line
 from pkm.corpus.batches import TrainingBatches
 from pkm.corpus.store import Corpus
 from pkm.count import flops
@@ -94,6 +94,7 @@ def train(
     work, peak = flops(config, corpus.vocab.size).training, peak_flops(device, precision)
     model.train()
     run.status("running", state.step)
+    run.say(start_line(model, device, precision, state.step))
     if dist.world_size() > 1:
         rehearse(config, module, model, batches.slice(0, *rows), precision)
 
