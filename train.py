@@ -36,6 +36,14 @@ def main() -> int:
         resolved.refuse(impossible_for(config, args.ranks))
         print(resolved.yaml)
         print_plan(config, args.ranks)
+        if config.memory:
+            from pkm.memory.kernels.choose import describe
+            from pkm.parallel import pick_device
+
+            try:
+                print(f"kernels on this machine: {describe(config.memory.kernels, pick_device(config))}")
+            except UserError as missing:  # a login node may well lack the GPU that the run will have
+                print(f"kernels: {config.memory.kernels}; on this machine not to be told: {missing.what}")
         return 0
 
     # Only now what takes seconds to import.
