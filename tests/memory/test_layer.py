@@ -164,7 +164,8 @@ def test_under_autocast_scores_and_softmax_stay_in_fp32() -> None:
     indices, weights = layer.selection
     assert out.dtype is torch.bfloat16 and weights.dtype is torch.float32
     torch.testing.assert_close(weights.sum(-1), torch.ones(40, 4))
-    assert (indices.sort(-1).values == exact.selection[0].sort(-1).values).float().mean() > 0.9
+    common = (indices.unsqueeze(-1) == exact.selection[0].unsqueeze(-2)).float().sum((-1, -2)) / 3
+    assert common.mean() > 0.9
     assert (out.float() - expected).norm() < 0.1 * expected.norm()
     assert layer.query.norm.running_mean.dtype is torch.float32  # type: ignore[union-attr]
 

@@ -25,7 +25,8 @@ def search(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     best, place = total.topk(min(k + 1, len(left)), dim=-1)
     unsure = ties(values).any(1) | ties(best)
     best, place = best[..., :k], place[..., :k]
-    slots = found[:, 0].gather(-1, left[place]) * sub_keys + found[:, 1].gather(-1, right[place])
+    i, j = (side.index_select(0, place.flatten()).view_as(place) for side in (left, right))
+    slots = found[:, 0].gather(-1, i) * sub_keys + found[:, 1].gather(-1, j)
 
     # topk leaves the order of equals open, and rounded sums may hide which is larger: settle such rows the long way.
     if bool(unsure.any()):

@@ -38,7 +38,13 @@ def _column_statistics(x: Tensor, mask: Tensor | None, kernels: str) -> tuple[Te
         from pkm.memory.kernels import triton_statistics
 
         return triton_statistics.column_statistics(x, mask)
-    return _plain_statistics(x, mask)
+    if mask is not None and not bool(mask.all()):
+        return _plain_statistics(x, mask)
+    # Sums over rows as products with a row of ones: several times as fast as torch's own on a CPU.
+    x = x.to(at_least_fp32(x.dtype))
+    ones, count = x.new_ones(1, len(x)), x.new_tensor(float(len(x)))
+    mean = (ones @ x).squeeze(0) / count
+    return mean, (ones @ (x - mean).square_()).squeeze(0) / count, count
 
 
 @_column_statistics.register_fake
@@ -57,7 +63,7 @@ def _column_statistics_backward(
         return triton_statistics.column_statistics_backward(by_mean, by_var, x, mask, mean, count)
     slope = 2 * by_var / count.clamp(min=1)
     grad = torch.addcmul(by_mean / count.clamp(min=1) - slope * mean, x.to(mean.dtype), slope).to(x.dtype)
-    return grad if mask is None else torch.where(mask.unsqueeze(1), grad, 0.0)
+    return grad if mask is None or bool(mask.all()) else torch.where(mask.unsqueeze(1), grad, 0.0)
 
 
 @_column_statistics_backward.register_fake

@@ -44,18 +44,18 @@ def update(rows: Tensor, grad: Tensor, table: Tensor, step: AdamStep) -> None:
     source = table if step.master is None else step.master
     at_once = max(1, AT_ONCE // table.shape[1])
     for part, g in zip(rows.split(at_once), grad.split(at_once), strict=True):
-        m = step.mean[part].to(g.dtype).mul_(b1).add_(g, alpha=one_b1)
-        v = step.square[part].to(g.dtype).mul_(b2).addcmul_(g, g, value=one_b2)
-        x = source[part].to(g.dtype)
+        m = step.mean.index_select(0, part).to(g.dtype).mul_(b1).add_(g, alpha=one_b1)
+        v = step.square.index_select(0, part).to(g.dtype).mul_(b2).addcmul_(g, g, value=one_b2)
+        x = source.index_select(0, part).to(g.dtype)
         denominator = (v / c2).sqrt_().add_(eps)
         x.addcdiv_(m, denominator, value=-lr / c1)
-        step.mean[part] = rounded(m, step.mean.dtype, generator)
-        step.square[part] = rounded(v, step.square.dtype, generator)
+        step.mean.index_copy_(0, part, rounded(m, step.mean.dtype, generator))
+        step.square.index_copy_(0, part, rounded(v, step.square.dtype, generator))
         if step.master is None:
-            table[part] = rounded(x, table.dtype, generator)
+            table.index_copy_(0, part, rounded(x, table.dtype, generator))
         else:
-            step.master[part] = x.to(step.master.dtype)
-            table[part] = x.to(table.dtype)
+            step.master.index_copy_(0, part, x.to(step.master.dtype))
+            table.index_copy_(0, part, x.to(table.dtype))
 
 
 def rounded(x: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
