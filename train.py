@@ -11,7 +11,7 @@ import argparse
 import os
 
 from pkm.config import impossible_for, load
-from pkm.errors import UserError, exits_cleanly
+from pkm.errors import exits_cleanly
 
 
 @exits_cleanly
@@ -32,18 +32,12 @@ def main() -> int:
     config = resolved.config
     if args.dry_run:
         from pkm.count import print_plan
+        from pkm.parallel import kernels_line
 
         resolved.refuse(impossible_for(config, args.ranks))
         print(resolved.yaml)
         print_plan(config, args.ranks)
-        if config.memory:
-            from pkm.memory.kernels.choose import describe
-            from pkm.parallel import pick_device
-
-            try:
-                print(f"kernels on this machine: {describe(config.memory.kernels, pick_device(config))}")
-            except UserError as missing:  # a login node may well lack the GPU that the run will have
-                print(f"kernels: {config.memory.kernels}; on this machine not to be told: {missing.what}")
+        print(kernels_line(config))
         return 0
 
     # Only now what takes seconds to import.

@@ -17,6 +17,7 @@ from pkm.collectives import sum_over_ranks
 from pkm.config import Config
 from pkm.errors import UserError
 from pkm.memory import ranks
+from pkm.memory.kernels.choose import describe
 from pkm.memory.query import BatchNorm
 from pkm.model import Transformer
 
@@ -59,6 +60,16 @@ def pick_precision(config: Config, device: torch.device) -> str:
     if config.precision == "tf32" and device.type != "cuda":
         raise UserError("tf32 is a mode of NVIDIA's GPUs", "precision", "choose fp32, bf16 or auto")
     return config.precision
+
+
+def kernels_line(config: Config) -> str:
+    """Who would compute the memories on this machine, for a dry run."""
+    if config.memory is None:
+        return "no memory, no kernels"
+    try:
+        return f"kernels on this machine: {describe(config.memory.kernels, pick_device(config))}"
+    except UserError as missing:  # a login node may well lack the GPU that the run will have
+        return f"kernels: {config.memory.kernels}; on this machine not to be told: {missing.what}"
 
 
 def set_up(config: Config, device: torch.device) -> None:
