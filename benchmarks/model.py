@@ -1,8 +1,8 @@
 """Tokens per second of whole language models, with and without a memory, in training and inference on a GPU.
 
-    python benchmarks/model.py [--json FILE] [--tokens N]
+    python benchmarks/model.py [--json FILE] [--tokens N] [--precision bf16|fp16] [--compile]
 
-Width 1024, 16 heads, context 256, 60,000 subwords, bf16. Rows: 12 layers dense; 12 layers with one memory of 512^2 slots, and of
+Width 1024, 16 heads, context 256, 60,000 subwords. Rows: 12 layers dense; 12 layers with one memory of 512^2 slots, and of
 1024^2, in place of a feed-forward network (values and their moments in bf16); 24 layers dense. Training is forward, backward, gradient
 norms and both optimizers' updates, as in train.py; inference is the loss without gradients. MFU is `pkm.count`'s FLOPs a token
 over the rate of a large matrix product, as measured now. Tokens are clustered as words are: their ids follow Zipf's law.
@@ -27,7 +27,7 @@ from pkm.config import Config
 from pkm.count import flops
 from pkm.model import build_model
 from pkm.optim import build_optimizers
-from pkm.parallel import autocast
+from pkm.parallel import autocast, prepare
 
 VOCABULARY, CONTEXT = 60_014, 256
 MODELS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ class Row:
     """Allocated at most in training."""
 
 
-def config_of(layers: int, tokens: int, sub_keys: int | None = None) -> Config:
+def config_of(layers: int, tokens: int, precision: str, compiled: bool, sub_keys: int | None = None) -> Config:
     memory = {"count": 1, "sub_keys": sub_keys, "heads": 4, "knn": 32} if sub_keys else None
     return Config.model_validate(
         {
@@ -59,6 +59,8 @@ def config_of(layers: int, tokens: int, sub_keys: int | None = None) -> Config:
             "corpus": {"path": "prepared", "context": CONTEXT},
             "model": {"layers": layers, "dim": 1024, "heads": 16},
             "memory": memory,
+            "precision": precision,
+            "compile": compiled,
             "optim": {
                 "steps": 1000,
                 "batch_tokens": tokens,
@@ -89,7 +91,7 @@ def measure(name: str, config: Config, rate: float, repeats: int) -> Row:
     device, tokens = torch.device("cuda"), config.optim.batch_tokens
     torch.cuda.reset_peak_memory_stats()
     with device:
-        model = build_model(config, VOCABULARY)
+        model = prepare(build_model(config, VOCABULARY), config)
     optim = build_optimizers(config.optim, model)
     often = 1 / torch.arange(10.0, VOCABULARY - 4)
     ids = torch.multinomial(often, 4 * (tokens + 1), replacement=True).view(4, -1).to(device) + 14
@@ -98,7 +100,7 @@ def measure(name: str, config: Config, rate: float, repeats: int) -> Row:
     def loss() -> torch.Tensor:
         turn[0] += 1
         batch = ids[turn[0] % len(ids)]
-        with autocast(device, "bf16"):
+        with autocast(device, config.precision):
             return model(batch[:-1].view(-1, CONTEXT), batch[1:].view(-1, CONTEXT)) / tokens
 
     def training() -> None:
@@ -132,20 +134,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--tokens", type=int, default=16_384, help="of one update")
+    parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16", help="of matrix products")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the blocks")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
     parser.add_argument("--repeats", type=int, default=6, help="repetitions that a median is over")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     rate = matrix_rate()
     rows = []
-    for name, sizes in MODELS.items():
-        rows.append(measure(name, config_of(tokens=arguments.tokens, **sizes), rate, arguments.repeats))
+    for name in arguments.models:
+        config = config_of(
+            tokens=arguments.tokens, precision=arguments.precision, compiled=arguments.compile, **MODELS[name]
+        )
+        rows.append(measure(name, config, rate, arguments.repeats))
         gc.collect()
         torch.cuda.empty_cache()
     base, deep = rows[0], rows[-1]
     card = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}"
-    print(f"{card} | {arguments.tokens} tokens an update | bf16 product {rate / 1e12:.0f} TFLOP/s\n")
-    print("| model | training tokens/s | x 12 dense | MFU % | inference tokens/s | x 24 dense | MFU % | peak GiB |")
+    how = arguments.precision + (", compiled" if arguments.compile else "")
+    print(f"{card} | {how} | {arguments.tokens} tokens an update | bf16 product {rate / 1e12:.0f} TFLOP/s\n")
+    print("| model | training tokens/s | x first row | MFU % | inference tokens/s | x last row | MFU % | peak GiB |")
     print("|---|---|---|---|---|---|---|---|")
     for r in rows:
         print(
@@ -153,7 +162,7 @@ def main() -> None:
             f" | {r.inference / deep.inference:.3f} | {100 * r.inference_mfu:.0f} | {r.peak_gib:.1f} |"
         )
     if arguments.json:
-        facts = {"machine": card, "bf16 product FLOP/s": rate, "tokens": arguments.tokens}
+        facts = {"machine": card, "how": how, "bf16 product FLOP/s": rate, "tokens": arguments.tokens}
         arguments.json.write_text(json.dumps({"facts": facts, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
 
 
