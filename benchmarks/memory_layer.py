@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,7 +45,7 @@ class Size:
 
 SIZES = {
     "cuda": [Size(16_384, 1024, 4, sub_keys, 32, 512) for sub_keys in (512, 1024)],
-    "cpu": [Size(2_048, 256, 4, 128, 16, 512)],
+    "cpu": [Size(2_048, 256, 4, 128, 16, query) for query in (256, 512)],
 }
 
 
@@ -59,6 +59,7 @@ class Row:
     to_ffn: float | None = None
     gb: float | None = None
     floor_ms: float | None = None
+    query: int = 512
 
 
 # On a GPU a sample is some calls behind a pause of the card: as in training, the CPU has launched them before they run.
@@ -69,8 +70,9 @@ PAUSE = 20_000_000  # clock cycles, about 11 ms
 class Clock:
     """Median time of a function on a device."""
 
-    def __init__(self, device: torch.device, repeats: int):
+    def __init__(self, device: torch.device, repeats: int, busy: bool = False):
         self.device, self.repeats = device, repeats
+        self.now = time.process_time if busy else time.perf_counter
 
     def __call__(self, run: Callable[[], object], warm_up: int = 3, seconds: float = 0.5) -> float:
         """Milliseconds."""
@@ -90,9 +92,9 @@ class Clock:
                 torch.cuda.synchronize()
                 times.append(start.elapsed_time(end) / BACK_TO_BACK)
             else:
-                before = time.perf_counter()
+                before = self.now()
                 run()
-                times.append(1e3 * (time.perf_counter() - before))
+                times.append(1e3 * (self.now() - before))
         return statistics.median(times)
 
 
@@ -327,14 +329,14 @@ def stages(
     return found
 
 
-def benchmark(device: torch.device, repeats: int) -> tuple[list[Row], dict[str, float | str]]:
-    clock = Clock(device, repeats)
+def benchmark(device: torch.device, repeats: int, busy: bool) -> tuple[list[Row], dict[str, float | str]]:
+    clock = Clock(device, repeats, busy)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     copy, rate = ceilings(clock, dtype)
     rows: list[Row] = []
     facts: dict[str, float | str] = {"copy TB/s": copy / 1e12, f"{str(dtype)[6:]} product TFLOP/s": rate / 1e12}
     for size in SIZES[device.type]:
-        slots = size.sub_keys**2
+        slots, before = size.sub_keys**2, len(rows)
         batches = inputs(size, device)
         names = ("forward", "backward", "step")
         labels = ("forward", "forward + backward", "forward + backward + update")
@@ -366,6 +368,7 @@ def benchmark(device: torch.device, repeats: int) -> tuple[list[Row], dict[str, 
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         rows += others(size, batches, base, labels, clock, dtype)
+        rows[before:] = [replace(row, query=size.query) for row in rows[before:]]
     return rows, facts
 
 
@@ -417,11 +420,11 @@ def table(rows: list[Row], facts: dict[str, float | str]) -> str:
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items()
         )
     ]
-    lines += ["", "| slots | what | ms | x FFN | GB/s | % of floor |", "|---|---|---|---|---|---|"]
+    lines += ["", "| slots | query | what | ms | x FFN | GB/s | % of floor |", "|---|---|---|---|---|---|---|"]
     for r in rows:
         rate = f"{r.gb / (r.ms * 1e-3):,.0f}" if r.gb else ""
         floor = f"{100 * r.floor_ms / r.ms:.0f} (floor {r.floor_ms:.2f} ms)" if r.floor_ms else ""
-        lines.append(f"| {r.slots} | {r.what} | {r.ms:.3f} | {r.to_ffn:.2f} | {rate} | {floor} |")
+        lines.append(f"| {r.slots} | {r.query} | {r.what} | {r.ms:.3f} | {r.to_ffn:.2f} | {rate} | {floor} |")
     return "\n".join(lines)
 
 
@@ -439,11 +442,18 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--repeats", type=int, default=30, help="most repetitions that a median is over")
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="on a CPU that others use too: one thread, and its CPU time instead of the clock's",
+    )
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
+    if arguments.busy:
+        torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows, facts = benchmark(device, arguments.repeats)
-    facts = {"machine": machine(device)} | facts
+    rows, facts = benchmark(device, arguments.repeats, arguments.busy)
+    facts = {"machine": machine(device) + (", CPU time" if arguments.busy else "")} | facts
     print(table(rows, facts))
     if arguments.json:
         arguments.json.write_text(json.dumps({"facts": facts, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")

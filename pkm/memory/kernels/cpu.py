@@ -8,6 +8,8 @@ Shapes: N tokens, H heads, C sub-keys a side, k selected slots, J reads of a tok
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,12 +72,16 @@ def weight_gradient(grad: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     """Gradient of `read` by its weights: grad (N, D) -> (N, J), at least fp32."""
     if table.dtype not in (torch.float32, torch.float64):
         return reference.weight_gradient(grad, table, indices)
+    # These are the products of grad and table transposed, (N, K), that the reads pick out: J of every row.
     tokens, reads = indices.shape
-    offsets = torch.arange(0, tokens * reads, reads, device=table.device)
-    token = torch.arange(tokens, device=table.device).repeat_interleave(reads)
-    dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        grad.to(table.dtype).contiguous(), table, indices.clamp(min=0).flatten().long(), offsets, token, 0
-    )
+    starts = torch.arange(0, tokens * reads + 1, reads, device=table.device)
+    columns = indices.clamp(min=0).flatten().long()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR")
+        picked = torch.sparse_csr_tensor(
+            starts, columns, table.new_zeros(tokens * reads), size=(tokens, len(table)), check_invariants=False
+        )
+    dots = torch.sparse.sampled_addmm(picked, grad.to(table.dtype), table.t(), beta=0.0).values()
     return dots.view(tokens, reads) * (indices >= 0)
 
 
