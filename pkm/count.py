@@ -198,8 +198,11 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     per token, with a bytes for what products of matrices take and give, 4 for what stays in fp32:
     block         d of: input, q, k, v, heads' output, the feed-forward network's input (a); both residual sums (4)
     feed-forward  f before the activation if that is GELU, f after it (a)
-    memory        H q as projected (a), centred and normalised (4); 2 H C (flat: H K) scores; H k indices (8) and weights
+    memory        H q as projected (a), centred and normalised (4); H k indices (8) and weights; the reference kernels also
+                  keep all scores, 2 H C (flat: H K)
     With activation checkpointing only the blocks' inputs and what the largest block keeps while it is done again.
+
+    Dropout keeps its masks besides, and on a CPU the attention weights; neither is counted.
 
     once: the dense weights in lower precision; the output layer's gradient; one chunk of logits and their errors.
     """
@@ -210,6 +213,7 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     memory = 0
     if m is not None:
         scores = m.heads * (config.slots if m.keys == "flat" else 2 * (m.sub_keys or 0)) * FP32
+        scores = scores if m.kernels == "reference" else 0
         memory = m.heads * m.query.dim * (a + 2 * FP32) + scores + m.heads * m.knn * (8 + FP32)
     if config.parallel.activation_checkpointing:
         token = config.model.layers * d * FP32 + block + feed_forward + memory

