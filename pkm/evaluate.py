@@ -1,4 +1,4 @@
-"""What a model is worth: perplexity, memory usage and KL on a split, and words per second (paper 4.3)."""
+"""What a model is worth: perplexity, memory usage and KL on a split, and words per second (paper 4.2)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def evaluate(
 
     perplexity per BPE token is exp(nll / tokens), per word exp(nll / words), where nll is the total over all tokens but
     the first of the split; bits per byte is given for a whole split only. Usage and KL are those of the slots read for
-    the tokens scored here, over the whole pass, in float64 (paper 4.3).
+    the tokens scored here, over the whole pass, in float64 (paper 4.2).
     """
     word_ends = corpus.vocab.word_ends
     meters = {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}

@@ -117,8 +117,11 @@ def _flock(file: int) -> bool | None:
 
 
 def _runs(pid: Any) -> bool:
-    if not isinstance(pid, int) or pid == os.getpid():
-        return False
+    return isinstance(pid, int) and pid != os.getpid() and lives(pid)
+
+
+def lives(pid: int) -> bool:
+    """Whether there is a process of that number on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The transformer, with product-key memories where the config puts them (paper 4.1, figure 3).
+"""The transformer, with product-key memories where the config puts them (paper 4, figure 3).
 
 Shapes: B windows, T tokens of context, d model width, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Two optimizers of one run: Adam for everything dense, and the values' own (paper 4.4).
+"""Two optimizers of one run: Adam for everything dense, and the values' own (paper 4.3).
 
 Learning rates are functions of the step, never of a counter, so that a resumed run needs none.
 """
@@ -23,7 +23,7 @@ def learning_rate(settings: DenseOptim | ValuesOptim, step: int, steps: int) -> 
     """The learning rate of update `step` (from 1) of `steps`.
 
     A linear warm-up to the peak at `warmup_steps`, then
-    inverse_sqrt  peak * sqrt(warmup / step)      (Vaswani et al., 2017; paper 4.4)
+    inverse_sqrt  peak * sqrt(warmup / step)      (Vaswani et al., 2017; paper 4.3)
     cosine        peak to zero at `steps`, half a period
     linear        peak to zero at `steps`
     constant      peak

@@ -44,7 +44,7 @@ def test_perplexities_are_those_of_the_whole_split(model, corpus):
 
 
 def test_usage_and_kl_follow_the_papers_definition(model, corpus):
-    """Paper 4.3: z' = sum over tokens of w(x), z = z'/|z'|; usage = #{z != 0}/K, KL = log K + sum z log z."""
+    """Paper 4.2: z' = sum over tokens of w(x), z = z'/|z'|; usage = #{z != 0}/K, KL = log K + sum z log z."""
     memory = model.eval().blocks[1].memory
     memory.record = True
     ids = corpus.test.read(0, corpus.test.tokens)

@@ -21,6 +21,7 @@ from typing import Any
 
 from pkm.errors import UserError
 from pkm.files import atomic_write
+from pkm.lock import lives
 
 TICK_SECONDS = 1.0
 # How long a stage may have tasks left and nobody at work on one before its workers are taken for dead.
@@ -166,7 +167,7 @@ class Monitor:
 
     def _check(self, running: dict[int, dict[str, Any]]) -> None:
         here = {r: s for r, s in running.items() if s["host"] == socket.gethostname()}
-        dead = {r for r, s in here.items() if r in self._left and not _lives(s["pid"]) and not self._finished(r)}
+        dead = {r for r, s in here.items() if r in self._left and not lives(s["pid"]) and not self._finished(r)}
         if running or not self._left:
             self._busy = time.monotonic()
         idle = time.monotonic() - self._busy > IDLE_SECONDS
@@ -192,16 +193,6 @@ def _running(stage: Stage) -> dict[int, dict[str, Any]]:
         with suppress(OSError, ValueError):
             found[int(path.name)] = json.loads(path.read_bytes())
     return found
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _write_failure(path: Path, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Lazy Adam for tables of values (Kingma & Ba, 2014; paper 4.4 "sparse updates").
+"""Lazy Adam for tables of values (Kingma & Ba, 2014; paper 4.3 "sparse updates").
 
 A row that was not read in a step does not move, and neither do its moments. Bias correction uses the global step, not the
 number of times a row was read, as torch's SparseAdam does.

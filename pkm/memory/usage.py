@@ -1,4 +1,4 @@
-"""How much of a memory is used, and how evenly (paper 4.3, "Evaluation metrics")."""
+"""How much of a memory is used, and how evenly (paper 4.2, "Evaluation metrics")."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Usage:
 class UsageMeter:
     """Adds up what a memory of K slots and H heads reads over a whole split, in float64 on the CPU.
 
-    weights  (K,) float64: z', the sum of w(x)_i over tokens and heads (paper 4.3)
+    weights  (K,) float64: z', the sum of w(x)_i over tokens and heads (paper 4.2)
     tokens   tokens seen
     shared   slots that two heads share, summed over tokens and pairs of heads
     """
