@@ -197,6 +197,10 @@ class EvaluateConfig(Part):
     """Steps between evaluations on the validation split."""
     documents: Positive | None = 200
     """First documents of the validation split to evaluate on; null = all. The final report reads all of test."""
+    test_documents: Positive | None = None
+    """First documents of the test split that the report scores; null = all."""
+    train_documents: Natural = 0
+    """First documents of the training split that the report scores besides, to show how far the model fits its training text."""
     stride: Positive | None = None
     """Tokens a window moves on; null = context, so that windows do not overlap."""
     batch: Positive = 16

@@ -1,6 +1,7 @@
 """Output layer and cross-entropy in one, a chunk of tokens at a time: N x V logits never exist at once.
 
-With 60,000 subwords and 16,384 tokens the logits and their gradient would take 8 GB in fp32; here it is `CHUNK_LOGITS` of them.
+With 60,000 subwords and 16,384 tokens the logits and their gradient would take 8 GB in fp32; here it is `CHUNK_LOGITS` of
+them on a GPU, and on a CPU as many as its caches hold.
 Gradients are worked out beside the loss, so that no logit is computed twice.
 """
 
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from pkm.corpus.batches import IGNORE
 
 CHUNK_LOGITS = 2**26  # 256 MiB in fp32
+CHUNK_LOGITS_CPU = 2**22
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
@@ -25,13 +27,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    return _LinearCrossEntropy.apply(hidden.to(dtype), weight, bias, targets)
+    # Asked here: within a Function's forward gradients are always off, and needs_input_grad knows nothing of no_grad.
+    return _LinearCrossEntropy.apply(hidden.to(dtype), weight, bias, targets, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-        trains = any(ctx.needs_input_grad)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, trains: bool) -> Tensor:
         grads = [torch.empty_like(hidden), torch.zeros_like(weight), torch.zeros_like(bias)] if trains else []
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -56,11 +58,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
-        return hidden * scale.to(hidden.dtype), weight * scale, bias * scale, None
+        return hidden * scale.to(hidden.dtype), weight * scale, bias * scale, None, None
 
 
 def _chunks(hidden: Tensor, targets: Tensor, vocab_size: int):  # type: ignore[no-untyped-def]
-    size = max(1, CHUNK_LOGITS // vocab_size)
+    size = max(1, (CHUNK_LOGITS_CPU if hidden.device.type == "cpu" else CHUNK_LOGITS) // vocab_size)
     for first in range(0, len(hidden), size):
         rows = slice(first, first + size)
         yield hidden[rows], targets[rows], rows

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from pkm import loss
 from pkm.corpus.batches import IGNORE
@@ -17,7 +18,7 @@ def inputs(dtype=torch.float64, n=13, d=5, v=11):
 
 @pytest.mark.parametrize("chunk_logits", [11, 40, 10_000])
 def test_loss_and_gradients_are_those_of_cross_entropy_over_all_logits(chunk_logits, monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS_CPU", chunk_logits)
     found = []
     for f in (linear_cross_entropy, lambda h, w, b, t: F.cross_entropy(F.linear(h, w, b), t, reduction="sum")):
         tensors, targets = inputs()
@@ -50,6 +51,7 @@ def test_under_autocast_the_loss_stays_fp32_and_gradients_close():
 
 
 def test_no_gradient_is_worked_out_at_evaluation():
-    tensors, targets = inputs()
-    with torch.no_grad():
+    tensors, targets = inputs(n=13, d=5, v=11)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
         assert not linear_cross_entropy(*tensors, targets).requires_grad
+    assert counter.get_total_flops() == 2 * 13 * 5 * 11  # the logits, and nothing else

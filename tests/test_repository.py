@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parent.parent
 # place where everything that imports it still comes after it.
 ORDER = """
     errors  version  files  faults  lock  rendezvous  dist  collectives
-    yamltree  allowed  schemacheck  configfile  config  count
+    yamltree  allowed  schemacheck  configfile  config  count  grid
     text.vocab  text.perl_classes  text.cache  text.filter  text.normalize  text.detokenize  text.moses_rules  text.chunks
     text.moses  text.merges  text.bpe  text.peers  text.encode
     corpus.settings  corpus.damage  corpus.streams  corpus.records  corpus.sources  corpus.unfinished
@@ -36,7 +36,7 @@ ORDER = """
     loss  model  optim  parallel
     tensorfile  shards  manifest  kept  background  checkpoint  metrics  run  evaluate  profiler  console
     trainer  trained  generate  export  finding  selftest  doctor  gathered  network  sharedfiles  cluster  slurm
-    experiments  report.tables  report.run
+    experiments  report.results  report.tables  report.findings  report.plots  report.compare  report.page  report.run
 """.split()  # noqa: SIM905
 
 PACKAGE = sorted((REPOSITORY / "pkm").rglob("*.py"))

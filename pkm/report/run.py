@@ -31,11 +31,15 @@ def report(run: Run, config: Config, corpus: Corpus, model: Transformer, stop: S
     best = run.checkpoints.load("best" if corpus.valid else "latest")
     load_weights(model, best)
     run.say(f"evaluating step {best.step} on {split.documents:,} test documents")
-    evaluation = evaluate(model, corpus, split, config, between=lambda: stop.check(run.directory))
+    asked = config.evaluate
+    evaluation = evaluate(model, corpus, split, config, asked.test_documents, lambda: stop.check(run.directory))
+    fitted = None
+    if asked.train_documents and corpus.train is not None:
+        fitted = evaluate(model, corpus, corpus.train, config, asked.train_documents, lambda: stop.check(run.directory))
     speed = measure_speed(model, corpus, split, config)
     stop.check(run.directory)
     run.metrics.write(config.optim.steps, "test", **evaluation.record())
-    record = report_record(config, model, best.step, evaluation, speed)
+    record = report_record(config, model, best.step, evaluation, speed, fitted)
     atomic_write(run.directory / "report.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
     text = report_markdown(record, evaluation, speed)
     atomic_write(run.directory / "report.md", text)
@@ -43,9 +47,14 @@ def report(run: Run, config: Config, corpus: Corpus, model: Transformer, stop: S
 
 
 def report_record(
-    config: Config, model: Transformer, step: int, evaluation: Evaluation, speed: Speed
+    config: Config,
+    model: Transformer,
+    step: int,
+    evaluation: Evaluation,
+    speed: Speed,
+    fitted: Evaluation | None = None,
 ) -> dict[str, Any]:
-    """What report.json holds."""
+    """What report.json holds. `fitted` scores training text."""
     return {
         "run": config.name,
         "step": step,
@@ -54,6 +63,7 @@ def report_record(
             "values": sum(memory.values.weight.numel() for _, memory in model.memories()),
         },
         "evaluation": evaluation.record(),
+        "training": fitted and fitted.record(),
         "speed": vars(speed),
         "machine": f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}",
     }
@@ -68,6 +78,7 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
         ("scored", f"{e.tokens:,} BPE tokens, {e.words:,} words, {e.documents:,} documents ({e.split})"),
         ("perplexity per BPE token", f"{e.perplexity:.2f}"),
         ("perplexity per word", f"{e.word_perplexity:.2f}"),
+        *([("perplexity on training text", f"{fitted['perplexity']:.2f}")] if (fitted := record["training"]) else []),
         ("bits per byte", "-" if e.bits_per_byte is None else f"{e.bits_per_byte:.4f}"),
         ("words/s at inference", f"{speed.words_per_second:,.0f}"),
         ("BPE tokens/s at inference", f"{speed.tokens_per_second:,.0f}"),

@@ -1,0 +1,123 @@
+"""What the runs of a grid have found so far: every cell with its seeds, whether finished, failed or not run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pkm.config import Config
+from pkm.grid import Cell, Grid, Measure
+from pkm.run import read_status
+
+State = Literal["finished", "running", "stopped", "failed", "not run"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run."""
+
+    seed: int
+    config: Config
+    state: State
+    reason: str
+    """Why it stopped or failed; empty otherwise."""
+    report: dict[str, Any] | None
+    """Its report.json."""
+    speed: dict[str, Any] | None
+    """Words a second: speed.json, measured with nothing else at work; else the report's."""
+
+    def value(self, measure: Measure) -> float | None:
+        """None where it was not measured. Of several memories, usage and KL are means."""
+        if measure == "kwords_per_s":
+            return self.speed["words_per_second"] / 1000 if self.speed else None
+        if self.report is None:
+            return None
+        if measure == "train_perplexity":
+            training = self.report.get("training")
+            return training["perplexity"] if training else None
+        if measure == "perplexity":
+            return float(self.report["evaluation"]["perplexity"])
+        memories = self.report["evaluation"]["memories"].values()
+        key = {"usage": "percent", "kl": "kl"}[measure]
+        return statistics.fmean(memory[key] for memory in memories) if memories else None
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of its metrics.jsonl, in order; empty without one."""
+        return read_metrics(self.config.directory)
+
+
+@dataclass(frozen=True)
+class CellResult:
+    cell: Cell
+    runs: tuple[Result, ...]
+    """One a seed."""
+
+    def values(self, measure: Measure) -> list[float]:
+        """Of every seed that has it."""
+        return [value for run in self.runs if (value := run.value(measure)) is not None]
+
+    def mean(self, measure: Measure) -> float | None:
+        values = self.values(measure)
+        return statistics.fmean(values) if values else None
+
+    def spread(self, measure: Measure) -> float | None:
+        """Standard deviation over seeds (n - 1); None of fewer than two."""
+        values = self.values(measure)
+        return statistics.stdev(values) if len(values) > 1 else None
+
+
+@dataclass(frozen=True)
+class GridResult:
+    grid: Grid
+    seeds: tuple[int, ...]
+    cells: tuple[CellResult, ...]
+
+
+def read_results(grid: Grid, seeds: Sequence[int]) -> GridResult:
+    """What is on disk now. A cell that is not trained has one run, of the first seed, and only its speed."""
+    cells = []
+    for cell in grid.cells:
+        mine = seeds if cell.trained else seeds[:1]
+        cells.append(CellResult(cell, tuple(read_result(cell.run(seed)[0]) for seed in mine)))
+    return GridResult(grid, tuple(seeds), tuple(cells))
+
+
+def read_result(config: Config) -> Result:
+    """Of one run, by its config."""
+    status = read_status(config.directory)
+    report, speed = (_json(config.directory / name) for name in ("report.json", "speed.json"))
+    state: State = status.get("state", "not run")
+    if state == "finished" and status.get("step", 0) < config.optim.steps:
+        state = "stopped"
+    reason = str(status.get("reason") or "") if state in ("stopped", "failed") else ""
+    finished = report if state == "finished" else None
+    return Result(config.seed, config, state, reason, finished, speed or (finished or {}).get("speed"))
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl; a last line that was cut off is left out."""
+    try:
+        lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
