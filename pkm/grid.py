@@ -189,7 +189,9 @@ def run_name(config: Config) -> str:
         side = f"{m.sub_keys}x{m.sub_keys}" if m.keys == "product" else f"flat{m.slots}"
         layers = "+".join(map(str, config.memory_layers))
         parts += [side, f"layer{layers}", f"h{m.heads}k{m.knn}", m.query.norm]
-    tree = config.model_dump(mode="json", exclude={"name", "runs", "checkpoint", "log", "max_minutes", "profile"})
+    # Without defaults, so that a setting which a later version adds leaves the name as it is.
+    left_out = {"name", "runs", "checkpoint", "log", "max_minutes", "profile", "threads"}
+    tree = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     tree["corpus"]["path"] = _fingerprint(config.corpus.path)
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
     return "-".join([*parts, f"seed{config.seed}", digest])
