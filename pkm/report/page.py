@@ -1,0 +1,172 @@
+"""A report of grids: one self-contained page, and each table and plot as files beside it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from pkm.config import Config
+from pkm.files import atomic_write
+from pkm.report.findings import Finding, findings
+from pkm.report.plots import Plot, plots
+from pkm.report.results import GridResult
+from pkm.report.tables import Layout, csv_table, escaped, grid_table, latex_table, layout, legend, numbered, speeds
+from pkm.version import code_version
+
+HERE = Path(__file__).parent
+# What says where and how often a run is written down, not what is run; the seed is the report's own.
+NOT_SETTINGS = {"name", "runs", "seed", "log", "checkpoint", "max_minutes", "profile"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """One grid of the page."""
+
+    result: GridResult
+    table: Layout
+    legend: tuple[str, ...]
+    notes: tuple[tuple[int, str], ...]
+    findings: tuple[Finding, ...]
+    plots: tuple[Plot, ...]
+    undrawn: tuple[str, ...]
+    """In words: the plots that would have nothing in them."""
+
+    @property
+    def name(self) -> str:
+        return self.result.grid.name
+
+    @property
+    def title(self) -> str:
+        return self.result.grid.settings.title
+
+    @property
+    def finished(self) -> int:
+        """Cells that lack nothing."""
+        return sum(
+            all(run.state == "finished" or (run.speed and not one.cell.trained) for run in one.runs)
+            for one in self.result.cells
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting and what it is, over all cells."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+def write_report(results: Sequence[GridResult], folder: Path) -> list[Path]:
+    """Write report.html, and for each grid NAME.md, NAME.tex, NAME.csv and plots/NAME-*.svg and .png, into `folder`.
+
+    Returns what was written, report.html first. UserError where the folder cannot be written.
+    """
+    sections = [section(result) for result in results]
+    page = folder / "report.html"
+    written = [page]
+    for one in sections:
+        files: dict[str, str | bytes] = {f"plots/{plot.name}.svg": plot.svg for plot in one.plots}
+        files |= {f"plots/{plot.name}.png": plot.png for plot in one.plots}
+        files |= {f"{one.name}.csv": csv_table(one.result), f"{one.name}.tex": latex_table(one.result)}
+        files |= {f"{one.name}.md": markdown(one)}
+        for name, content in files.items():
+            atomic_write(folder / name, content)
+            written.append(folder / name)
+    atomic_write(page, html(sections))
+    return written
+
+
+def section(result: GridResult) -> Section:
+    table = layout(result)
+    drawn, undrawn = plots(result)
+    said = tuple(numbered(table, result))
+    return Section(result, table, tuple(legend(result)), said, tuple(findings(result)), tuple(drawn), tuple(undrawn))
+
+
+def markdown(one: Section) -> str:
+    """NAME.md: the table, the findings and the plots."""
+    text = [f"# {escaped(one.title)}", escaped(one.result.grid.settings.about), grid_table(one.result).strip()]
+    if one.findings:
+        text.append("## Findings")
+        text.append("\n".join(f"- **{f.verdict}**: {escaped(f.claim)}. {escaped(f.evidence)}" for f in one.findings))
+    if one.plots or one.undrawn:
+        text.append("## Plots")
+    text += [f"![{escaped(plot.caption)}](plots/{plot.name}.svg)\n\n{escaped(plot.caption)}" for plot in one.plots]
+    text += [escaped(words) for words in one.undrawn]
+    return "\n\n".join(text) + "\n"
+
+
+def html(sections: Sequence[Section]) -> str:
+    """report.html: everything in one file that asks for no other."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    results = [one.result for one in sections]
+    same, mapped = settings(results)
+    return environment.get_template("page.html").render(
+        sections=sections,
+        css=(HERE / "page.css").read_text(encoding="utf-8"),
+        scales=list({r.grid.scale: r.grid.scale_settings.about for r in results}.items()),
+        seeds=sorted({seed for r in results for seed in r.seeds}),
+        same=same,
+        mapped=mapped,
+        machines=machines(results),
+        speeds=list(dict.fromkeys(how for r in results for how in speeds(r))),
+        corpora=[corpus(path) for path in dict.fromkeys(c.config.corpus.path for r in results for c in r.grid.cells)],
+        versions=code_version(),
+        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    )
+
+
+def settings(results: Sequence[GridResult]) -> tuple[list[Setting], list[Setting]]:
+    """What all cells share, at this scale; and what the scale replaced, as `paper → ours`, over all cells."""
+    ours: dict[str, dict[str, None]] = {}
+    replaced: dict[str, dict[str, None]] = {}
+    cells = [cell for result in results for cell in result.grid.cells]
+    for cell in cells:
+        here, there = dict(flat(cell.config)), dict(flat(cell.original))
+        for key, value in here.items():
+            ours.setdefault(key, {})[value] = None
+        for key in {**there, **here}:
+            before, now = there.get(key, "not set"), here.get(key, "not set")
+            if before != now:
+                replaced.setdefault(key, {})[f"{before} → {now}"] = None
+    same = [Setting(key, tuple(values)) for key, values in ours.items() if len(values) == 1]
+    return same, [Setting(key, tuple(pairs)) for key, pairs in replaced.items()]
+
+
+def flat(config: Config) -> Iterator[tuple[str, str]]:
+    """(dotted key, value) of every setting that says what is run."""
+
+    def walk(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield from walk(f"{prefix}.{key}" if prefix else key, inner)
+        elif value is not None:
+            yield prefix, value if isinstance(value, str) else json.dumps(value)
+
+    yield from walk("", config.model_dump(mode="json", exclude=NOT_SETTINGS))
+
+
+def machines(results: Sequence[GridResult]) -> list[tuple[str, int]]:
+    """(platform and versions, how many runs) as the runs' reports say."""
+    counts: dict[str, int] = {}
+    reports = {run.config.directory: run.report for r in results for one in r.cells for run in one.runs if run.report}
+    for report in reports.values():
+        counts[report["machine"]] = counts.get(report["machine"], 0) + 1
+    return sorted(counts.items(), key=lambda found: -found[1])
+
+
+def corpus(path: Path) -> tuple[str, list[tuple[str, int, int, int]]]:
+    """A prepared corpus: its path and, where its manifest can be read, (split, documents, words, BPE tokens) of each."""
+    try:
+        splits = json.loads((path / "manifest.json").read_bytes())["splits"]
+        return str(path), [(n, s["documents"], s["words"], s["tokens"]) for n, s in splits.items()]
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(path), []
