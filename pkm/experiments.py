@@ -1,82 +1,173 @@
-"""Several configs, one run each, one after another: what is finished is not run again, what fails does not stop the others."""
+"""The runs that grids ask for: each once, however many tables share it, and what is known of it on disk.
+
+All cells of the first seed come before those of the second, so that a grid cut short has a whole table to show.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pkm.config import Config, load
-from pkm.errors import UserError, UserErrors
+from pkm.config import Config
+from pkm.grid import Cell, Grid
+from pkm.lock import WATCH_SECONDS, lives
 from pkm.run import read_status
 
+State = Literal["waiting", "running", "timing", "finished", "stopped", "failed", "elsewhere"]
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+SPEED = TRAIN.parent / "scripts" / "speed.py"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run of a grid: the file and overrides that make its config."""
+@dataclass
+class Job:
+    """One run, for every cell that shows it."""
 
-    file: Path
-    overrides: tuple[str, ...]
     config: Config
+    file: Path
+    arguments: tuple[str, ...]
+    """`train.py FILE ARGUMENTS` is the run, `speed.py FILE ARGUMENTS` measures its words a second."""
+    cells: list[str]
+    """table2/no-memory, ..."""
+    trained: bool
+    timed: bool
+    """Whether its words a second are measured with nothing else at work."""
+    changed: tuple[str, ...] = ()
+    """What tells it from the other cells of its first grid."""
+
+    @property
+    def directory(self) -> Path:
+        return self.config.directory
+
+    @property
+    def title(self) -> str:
+        return f"{self.cells[0]} seed {self.config.seed}"
 
     def is_finished(self) -> bool:
-        status = read_status(self.config.directory)
-        return status.get("state") == "finished" and status.get("step", 0) >= self.config.optim.steps
-
-    def report(self) -> dict[str, Any] | None:
-        """What its report.json holds; None if there is none yet."""
-        path = self.config.directory / "report.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        """Whether it is trained and has its report."""
+        status = read_status(self.directory)
+        done = status.get("state") == "finished" and status.get("step", 0) >= self.config.optim.steps
+        return done and (self.directory / "report.json").is_file()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    cell: Cell
-    state: str
-    """finished | stopped | failed"""
+def jobs(grids: Sequence[Grid], seeds: Sequence[int]) -> list[Job]:
+    """The runs of all grids, in the order in which they are run. A cell that is not trained has one, of the first seed."""
+    found: dict[Path, Job] = {}
+    for seed in seeds:
+        for grid in grids:
+            timed = "kwords_per_s" in grid.settings.measures
+            for cell in grid.cells:
+                if cell.trained or seed == seeds[0]:
+                    _add(found, grid, cell, seed, timed)
+    return list(found.values())
+
+
+def _add(found: dict[Path, Job], grid: Grid, cell: Cell, seed: int, timed: bool) -> None:
+    config, arguments = cell.run(seed)
+    job = found.get(config.directory)
+    if job is None:
+        job = Job(config, cell.file, arguments, [], cell.trained, timed, _changed(grid, cell))
+        found[config.directory] = job
+    job.cells.append(f"{grid.name}/{cell.name}")
+    job.trained |= cell.trained
+    job.timed |= timed
+
+
+def _changed(grid: Grid, cell: Cell) -> tuple[str, ...]:
+    """The settings of a cell, as they are at this scale, that the grid's cells set."""
+    keys = [one.partition("=")[0] for other in grid.settings.cells if other.name == cell.name for one in other.set]
+    given = dict(argument.split("=", 1) for argument in cell.arguments)
+    return tuple(f"{key}={given[key]}" for key in dict.fromkeys(keys))
+
+
+def held(directory: Path) -> str | None:
+    """Which living process is at work on a run, as its lock says; None if none is.
+
+    A holder on another machine counts as living as long as it touches its lock.
+    """
+    path = directory / "lock"
+    try:
+        holder = json.loads(path.read_bytes())
+        age = time.time() - path.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    if not isinstance(holder, dict) or not isinstance(holder.get("pid"), int):
+        return None
+    here = holder.get("host") == socket.gethostname()
+    if not (lives(holder["pid"]) if here else age < WATCH_SECONDS):
+        return None
+    return f"process {holder['pid']} on {holder.get('host')}"
+
+
+@dataclass
+class Task:
+    """A job while a grid is being run."""
+
+    job: Job
+    state: State = "waiting"
     reason: str = ""
+    """Why it failed or stopped, or where it is at work."""
+    before: bool = False
+    """It had been finished before."""
+    progress: Progress = field(default_factory=lambda: Progress())
+    result: dict[str, Any] = field(default_factory=dict)
+    """report.json of a finished one."""
 
+    def look(self) -> None:
+        """Read what its run has said since the last look."""
+        self.progress.read(self.job.directory)
 
-def cells(files: Sequence[Path], overrides: Sequence[str]) -> list[Cell]:
-    """A cell for each file; UserErrors with every mistake of all of them, and for two that would share a run directory."""
-    found: list[Cell] = []
-    errors: list[UserError] = []
-    for file in files:
+    def take_report(self) -> None:
         try:
-            found.append(Cell(file, tuple(overrides), load(file, overrides).config))
-        except UserError as error:
-            errors.append(error)
-    owners: dict[Path, Cell] = {}
-    for cell in found:
-        other = owners.setdefault(cell.config.directory, cell)
-        if other is not cell:
-            what = f"has the run directory {cell.config.directory} of {other.file}"
-            errors.append(UserError(what, str(cell.file), "give each a name of its own"))
-    if errors:
-        raise UserErrors(f"{len(errors)} of {len(files)} configs cannot be run", errors)
-    return found
+            self.result = json.loads((self.job.directory / "report.json").read_bytes())
+        except (OSError, ValueError):
+            self.result = {}
 
 
-def run(grid: Sequence[Cell], say: Callable[[str], None] = print) -> list[Outcome]:
-    """Run what is not finished, in order. A run that was told to stop ends the grid: the same call goes on from there."""
-    outcomes = []
-    for number, cell in enumerate(grid, start=1):
-        title = f"[{number}/{len(grid)}] {cell.config.name}"
-        if cell.is_finished():
-            say(f"{title}: finished already")
-            outcomes.append(Outcome(cell, "finished"))
+@dataclass
+class Progress:
+    """The newest training record of a run."""
+
+    step: int = 0
+    loss: float | None = None
+    speeds: list[float] = field(default_factory=list)
+    """Tokens a second of every record after the first, which holds what is slow only once."""
+    _offset: int = 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The median of the newest records."""
+        newest = sorted(self.speeds[-9:])
+        return newest[len(newest) // 2] if newest else None
+
+    def read(self, directory: Path) -> None:
+        path = directory / "metrics.jsonl"
+        try:
+            with path.open("rb") as file:
+                if path.stat().st_size < self._offset:  # a run that goes on cuts off what its checkpoint had not seen
+                    self._offset = 0
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:
+            return
+        whole = text.rpartition(b"\n")[0]
+        self._offset += len(whole) + 1 if whole else 0
+        for record in _records(whole.splitlines()):
+            if record.get("kind") == "train":
+                self.step, self.loss = record["step"], record.get("loss")
+                if record["step"] > 1 and record.get("tokens_per_second"):
+                    self.speeds.append(record["tokens_per_second"])
+
+
+def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
             continue
-        say(title)
-        code = subprocess.run([sys.executable, str(TRAIN), str(cell.file), *cell.overrides]).returncode
-        status = read_status(cell.config.directory)
-        state = "finished" if cell.is_finished() else "stopped" if code == 0 else "failed"
-        outcomes.append(Outcome(cell, state, str(status.get("reason") or f"exit status {code}")))
-        if state == "stopped":
-            break
-    return outcomes
+        if isinstance(record, dict):
+            yield record

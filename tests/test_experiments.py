@@ -1,40 +1,75 @@
+"""Which runs grids ask for, and what is known of them on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
 import pytest
 
 from pkm import experiments
-from pkm.configfile import dump
-from pkm.errors import UserErrors
-from pkm.report.tables import comparison
-from tests.tiny import tiny_config
+from pkm.grid import load_grid
 
 
 @pytest.fixture
-def config_file(tiny_corpus_path, tmp_path):
-    def write(name, corpus=tiny_corpus_path, **sections):
-        config = tiny_config(name=name, corpus={"path": str(corpus)}, runs=str(tmp_path / "runs"), **sections)
-        path = tmp_path / f"{name.replace('/', '-')}.yaml"
-        path.write_text(dump(config))
-        return path
+def smoke(tiny_corpus_path: Path, tmp_path: Path):
+    def load(*names: str):
+        settings = [f"corpus.path={tiny_corpus_path}", f"runs={tmp_path}/runs"]
+        return [load_grid(name, "smoke", settings) for name in names]
 
-    return write
+    return load
 
 
-def test_a_grid_runs_each_config_once_and_goes_past_one_that_fails(config_file, tmp_path):
-    files = [config_file("bad", corpus=tmp_path / "nowhere"), config_file("good", optim={"steps": 2})]
-    said = []
-    for _ in range(2):
-        outcomes = experiments.run(experiments.cells(files, []), said.append)
-        assert [o.state for o in outcomes] == ["failed", "finished"]
-    assert said == ["[1/2] bad", "[2/2] good", "[1/2] bad", "[2/2] good: finished already"]
-    table = comparison([(o.cell.config.name, o.state, o.reason, o.cell.report()) for o in outcomes])
-    assert "| bad  | failed" in table and "1,024" in table.splitlines()[3]
+def test_a_cell_that_two_tables_share_is_one_run(smoke) -> None:
+    jobs = experiments.jobs(smoke("table2", "table3", "table4"), [1])
+    shared = [job for job in jobs if len(job.cells) == 3]
+    assert [job.cells for job in shared] == [
+        ["table2/512x512-batchnorm", "table3/position-5", "table4/product-512x512"]
+    ]
+    assert len(jobs) == 13 + 6 + 12 - 6 - 1
+    assert len({job.directory for job in jobs}) == len(jobs)
+    assert shared[0].timed and not next(job for job in jobs if job.cells == ["table2/no-memory"]).timed
 
 
-def test_two_configs_cannot_share_a_run_directory_and_mistakes_come_all_at_once(config_file):
-    one, other = config_file("a/b"), config_file("wrong")
-    twin = one.with_name("twin.yaml")
-    twin.write_text(one.read_text())
-    other.write_text(other.read_text().replace("heads: 2", "heads: two", 1))
-    with pytest.raises(UserErrors) as caught:
-        experiments.cells([one, twin, other], [])
-    text = str(caught.value)
-    assert "2 of 3 configs" in text and "run directory" in text and "heads" in text
+def test_all_cells_of_the_first_seed_come_before_those_of_the_second_and_untrained_ones_have_one_seed(smoke) -> None:
+    jobs = experiments.jobs(smoke("table4"), [1, 2])
+    assert [job.config.seed for job in jobs] == [1] * 12 + [2] * 9
+    assert all(job.trained for job in jobs[12:])
+    assert sum(not job.trained for job in jobs) == 3
+
+
+def test_a_lock_counts_only_while_its_holder_lives(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    assert experiments.held(tmp_path) is None
+    lock.touch()
+    assert experiments.held(tmp_path) is None
+    here = os.uname().nodename
+    lock.write_text(json.dumps({"pid": os.getpid(), "host": here}))
+    assert experiments.held(tmp_path) == f"process {os.getpid()} on {here}"
+    lock.write_text(json.dumps({"pid": 2**22 + 1, "host": here}))
+    assert experiments.held(tmp_path) is None
+    lock.write_text(json.dumps({"pid": 1, "host": "another"}))
+    assert experiments.held(tmp_path) == "process 1 on another"
+    os.utime(lock, (0, 0))
+    assert experiments.held(tmp_path) is None
+
+
+def test_progress_is_read_on_from_where_it_was_and_anew_where_a_run_went_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    progress = experiments.Progress()
+    progress.read(tmp_path)
+    assert progress.step == 0
+
+    def record(step: int, speed: float) -> str:
+        return json.dumps({"kind": "train", "step": step, "loss": 1.5, "tokens_per_second": speed}) + "\n"
+
+    path.write_text(record(1, 5.0) + record(10, 100.0) + record(20, 120.0)[:9])
+    progress.read(tmp_path)
+    assert (progress.step, progress.loss, progress.tokens_per_second) == (10, 1.5, 100.0)
+    path.write_text(record(1, 5.0) + record(10, 100.0) + record(20, 120.0) + json.dumps({"kind": "valid", "step": 20}))
+    progress.read(tmp_path)
+    assert (progress.step, progress.tokens_per_second) == (20, 120.0)
+    path.write_text(record(1, 5.0) + record(10, 80.0))
+    progress.read(tmp_path)
+    assert progress.step == 10

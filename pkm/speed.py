@@ -1,0 +1,93 @@
+"""Words a second of a model at inference, measured with nothing else at work and kept as speed.json of its run.
+
+As the paper does (section 4.2): forward passes over the test set after a warm-up. The paper also times models that it did
+not train; then the weights are as initialised.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pkm.checkpoint import Checkpoints
+from pkm.config import Config
+from pkm.corpus.store import open_corpus
+from pkm.errors import UserError
+from pkm.evaluate import measure_speed
+from pkm.files import atomic_write
+from pkm.model import build_model
+from pkm.parallel import pick_device, set_up
+from pkm.trained import load_trained
+
+FILE = "speed.json"
+SECONDS = 10.0
+
+
+def time_run(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
+    """Measure the model of a run, by its best checkpoint if there is one, and write speed.json into its directory.
+
+    UserError if the corpus is not prepared or has no test split.
+    """
+    device = pick_device(config)
+    set_up(config, device)
+    trained = bool(Checkpoints(config.directory / "checkpoints", keep=config.checkpoint.keep).steps())
+    if trained:
+        found = load_trained(config.directory, "best", (f"corpus.path={json.dumps(str(config.corpus.path))}",))
+        corpus, model, step = found.corpus, found.model, found.step
+    else:
+        corpus = open_corpus(config.corpus.path)
+        model, step = build_model(config, corpus.vocab.size).to(device).eval(), 0
+    if corpus.test is None:
+        raise UserError("the corpus has no test split", str(corpus.path), "prepare it with held-out articles")
+    speed = measure_speed(model, corpus, corpus.test, config, seconds)
+    record = {
+        **vars(speed),
+        "weights": f"step {step}" if trained else "as initialised",
+        "trained": trained,
+        "processor": processor(),
+        "machine": f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    atomic_write(config.directory / FILE, json.dumps(record, indent=2) + "\n")
+    return record
+
+
+def measured_here(config: Config, trained: bool) -> bool:
+    """Whether speed.json holds what would be measured now: on this processor or card, with weights trained or not."""
+    try:
+        record = json.loads((config.directory / FILE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(record, dict) or record.get("trained") != trained:
+        return False
+    device = pick_device(config)
+    if device.type != "cuda":
+        return record.get("processor") == processor() and str(record.get("device")).startswith(device.type)
+    return record.get("device") == card()
+
+
+def processor() -> str:
+    """The model of this machine's CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def card() -> str | None:
+    """The name of the first GPU. torch would make itself at home on it, beside the runs; so it is not asked."""
+    try:
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
+        )
+    except OSError:
+        return torch.cuda.get_device_name()
+    return asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout.strip() else None
