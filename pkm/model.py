@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pkm.config import Config, ModelConfig
 from pkm.loss import linear_cross_entropy
+from pkm.memory.kernels.reference import at_least_fp32
 from pkm.memory.layer import MemoryLayer
 from pkm.text.vocab import PAD_ID
 
@@ -34,7 +35,10 @@ class Attention(nn.Module):
         batch, length, dim = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        if x.device.type == "cpu":  # where torch's way back takes twice as long in bf16
+            q, k, v = (t.to(at_least_fp32(t.dtype)) for t in (q, k, v))
+        with torch.autocast("cpu", enabled=False):
+            heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
         return self.out(heads.transpose(1, 2).reshape(batch, length, dim))
 
 
