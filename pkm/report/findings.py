@@ -1,13 +1,47 @@
-"""Which of the paper's claims hold in a grid's runs: computed from the runs, their seeds and the spread between them."""
+"""Which of the paper's claims hold in a grid's runs: computed from the runs, their seeds and the spread between them.
+
+Perplexities and speeds are compared as logarithms, so that differences are percentages; usage in percentage points.
+
+- A difference is a contrast of the cells' means in the additive model y = cell + seed, by least squares, and its 95 %
+  interval is Student's (Montgomery, Design and Analysis of Experiments: contrasts in randomized blocks); of two cells
+  alone that is the paired t test over seeds. Few seeds do not know their spread: where the cells of a claim leave less
+  than 3 degrees of freedom, the residuals of all cells of the grid are pooled. An interval that covers 0 is "undecided",
+  and so is every difference of single runs. Where the claim picks one of several differences, the interval covers all of
+  them at once (Bonferroni).
+- A trend is the slope over the sizes, a contrast too, given 3 degrees of freedom; else Kendall's rank correlation of cells
+  and sizes, with its exact two-sided p-value from all orders that each row of cells could have had (Kendall, Rank
+  Correlation Methods). Cells are runs of their own, so that this decides with one seed, at p <= 0.05.
+- Speeds are timed over many batches on one machine: they differ if their ratio is more than SPEED_TOLERANCE.
+
+Every claim is judged by itself, at 5 %.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
+from pkm.grid import Coordinate, Measure
+from pkm.report.numbers import Numbers, Places, amount, amounts, place, reads, size
 from pkm.report.results import GridResult
+from pkm.report.statistics import ENOUGH, LEVEL, Fit, Weights, fit, judged, kendall
 
 Verdict = Literal["holds", "does not hold", "undecided", "not run"]
+Outcome = tuple[Verdict, str]
+Test = Callable[[Numbers], Outcome]
+Point = tuple[float, Weights]
+"""A size, and the contrast that stands there."""
+
+SPEED_TOLERANCE = 1.1
+ALIKE: dict[Measure, float] = {"usage": 10.0, "perplexity": math.log(1.025)}
+"""What the paper's "around 70 %" and "around 20.5" leave room for."""
+OVERFIT = 1.1
+"""Test over training perplexity; a smaller ratio may come from the two texts."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +51,355 @@ class Finding:
     claim: str
     verdict: Verdict
     evidence: str
-    """One sentence: the numbers, the sizes, the seeds, and what the paper's own numbers give."""
+    """The numbers, the sizes, the seeds; then what the paper's own numbers give."""
 
 
 def findings(result: GridResult) -> list[Finding]:
     """Of every claim that the paper makes with this grid, in the paper's order; empty for a grid it makes none with."""
-    return []
+    found = []
+    for claim, test in CLAIMS.get(result.grid.name, ()):
+        verdict, evidence = test(Numbers(result))
+        in_paper, paper = test(Numbers(result, printed=True))
+        paper = "no numbers printed" if in_paper == "not run" else paper
+        found.append(Finding(claim, verdict, f"{evidence}. Paper: {paper}."))
+    return found
+
+
+# What claims are made of. Each test returns what the numbers say of it, and the numbers in words.
+
+
+def difference(
+    n: Numbers,
+    measure: Measure,
+    sign: int,
+    before: Places,
+    after: Places,
+    by: Sequence[Coordinate] = (),
+    large: bool = False,
+) -> Outcome:
+    """Cells at `after` are higher (sign 1) or lower (-1) than those at `before` with the same `by`, on average."""
+    pairs, missing = n.pairs(measure, before, after, by, large)
+    if not pairs:
+        return not_run(missing)
+    weights: dict[str, float] = defaultdict(float)
+    for a, b in pairs:
+        weights[a.cell.name] -= 1 / len(pairs)
+        weights[b.cell.name] += 1 / len(pairs)
+    verdict, effect = judge(n, measure, sign, n.fit(measure, weights), weights)
+    mean = "on average " if len(pairs) > 1 else ""
+    return verdict, f"{measure} {n.show_pairs(pairs, measure, by)}: {mean}{effect}{without(missing)}"
+
+
+def judge(
+    n: Numbers,
+    measure: Measure,
+    sign: int,
+    fitted: Fit,
+    weights: Weights,
+    looks: int = 1,
+    margin: float = 0.0,
+    unit: str = "",
+) -> Outcome:
+    """A contrast is above (sign 1) or below (-1) the margin; in words, its size and how sure that is."""
+    effect, half = fitted.contrast(weights), fitted.half_width(weights, looks)
+    step = amount(effect, measure) + unit
+    if n.printed:
+        return "undecided", step
+    if math.isinf(half):
+        way = "in" if (effect - margin) * sign > 0 else "against"
+        return "undecided", f"{step}, {way} the claim's direction; one seed: spread unknown"
+    interval = amounts((effect - half, effect + half), measure, " to ")
+    several = f" for {looks} differences at once" if looks > 1 else ""
+    spread = f"spread {amount(fitted.spread, measure).lstrip('+')} over {fitted.seeds} in {len(fitted.means)} cells"
+    verdict = judged(effect - half - margin, effect + half - margin, sign)
+    return verdict, f"{step} (95 % interval{several} {interval}; {spread})"
+
+
+def trend(
+    n: Numbers,
+    measure: Measure,
+    sign: int,
+    over: Coordinate,
+    by: Sequence[Coordinate] = (),
+    places: Places | None = None,
+) -> Outcome:
+    """Along `over`, within cells alike in `by`, the measure rises (sign 1) or falls (-1)."""
+    cells = n.cells(measure, places or {})
+    rows = n.rows(n.measured(cells, measure), over, by)
+    missing = n.missing(cells, measure)
+    if sum(len(row) - 1 for row in rows) < 2:
+        return not_run(missing)
+    points = [[(size(cell, over), {cell.cell.name: 1.0}) for cell in row] for row in rows]
+    verdict, effect = slope(n, measure, sign, over, points)
+    shown = "; ".join(n.show_row(row, measure, by or (over,)) for row in rows)
+    return verdict, f"{measure} {shown}: {effect}{without(missing)}"
+
+
+def widening(n: Numbers, measure: Measure, sign: int, before: Places, after: Places) -> Outcome:
+    """The difference from `before` to `after`, at equal slots, rises (sign 1) or falls (-1) as the slots grow."""
+    pairs, missing = n.pairs(measure, before, after, ("slots",))
+    if len(pairs) < 3:
+        return not_run(missing)
+    points = [(size(b, "slots"), {a.cell.name: -1.0, b.cell.name: 1.0}) for a, b in pairs]
+    verdict, effect = slope(n, measure, sign, "slots", [points])
+    fitted = n.fit(measure, [name for _, weights in points for name in weights])
+    steps = amounts([fitted.contrast(weights) for _, weights in points], measure, ", ")
+    ends = " to ".join(n.label(pairs[i][1], ("slots",)) for i in (0, -1))
+    return verdict, f"{measure} by {steps} ({ends}): {effect}{without(missing)}"
+
+
+def slope(n: Numbers, measure: Measure, sign: int, over: Coordinate, rows: Sequence[Sequence[Point]]) -> Outcome:
+    """Points rise (sign 1) or fall (-1) with their size: by the rows' common slope and its interval, or by rank."""
+    fitted = n.fit(measure, [name for row in rows for _, weights in row for name in weights])
+    tau, p, least = kendall([[(x, fitted.contrast(weights)) for x, weights in row] for row in rows])
+    if fitted.freedom < ENOUGH and least <= LEVEL:
+        verdict = judged(tau, tau, sign) if p <= LEVEL else "undecided"
+        return verdict, ranked(tau, p) + ("; one seed" if fitted.freedom == 0 and not n.printed else "")
+    centred = [[(x - sum(x for x, _ in row) / len(row), weights) for x, weights in row] for row in rows]
+    squares = sum(x * x for row in centred for x, _ in row)
+    total: dict[str, float] = defaultdict(float)
+    for x, weights in itertools.chain(*centred):
+        for name, weight in weights.items():
+            total[name] += weight * x / squares
+    unit = " per memory" if over == "memories" else f" per doubling of {over}"
+    return judge(n, measure, sign, fitted, total, unit=unit)
+
+
+def enough_slots(n: Numbers) -> Outcome:
+    """The largest memory with BatchNorm against none, and how many of all are better than none."""
+    memories = n.cells("perplexity", {"batchnorm": True})
+    largest = max((cell.cell.original.slots for cell in memories), default=0)
+    verdict, evidence = difference(n, "perplexity", -1, {"memories": 0}, {"slots": largest, "batchnorm": True})
+    if verdict == "not run":
+        return verdict, evidence
+    dense = n.mean(n.cells("perplexity", {"memories": 0})[0], "perplexity")
+    ready = n.measured(memories, "perplexity")
+    better = sum(n.mean(cell, "perplexity") < dense for cell in ready)
+    return verdict, f"{evidence}; {better} of {len(ready)} sizes are below the model without one"
+
+
+def above(n: Numbers, at: int, rivals: tuple[int, ...], hardest: bool) -> Outcome:
+    """Perplexity with the memory at layer `at` is above that at every rival (judged by the hardest), or at the best rival."""
+    cells = n.cells("perplexity", {"position": (at, *rivals)})
+    ready = n.measured(cells, "perplexity")
+    if len(ready) <= len(rivals):
+        return not_run(n.missing(cells, "perplexity"))
+    mine = next(cell for cell in ready if place(cell, "position") == at)
+    others = [cell for cell in ready if cell is not mine]
+    rival = (max if hardest else min)(others, key=lambda cell: n.mean(cell, "perplexity"))
+    fitted = n.fit("perplexity", [cell.cell.name for cell in ready])
+    weights = {mine.cell.name: 1.0, rival.cell.name: -1.0}
+    verdict, effect = judge(n, "perplexity", 1, fitted, weights, len(rivals))
+    return verdict, f"perplexity {n.show_pairs([(rival, mine)], 'perplexity', ())}: {effect}"
+
+
+def alike(n: Numbers, measure: Measure) -> Outcome:
+    """Cells of equal H k differ by no more than the paper leaves room for."""
+    cells = n.cells(measure, {})
+    ready = n.measured(cells, measure)
+    pairs = [(a, b) for a, b in itertools.permutations(ready, 2) if reads(a) == reads(b)]
+    missing = n.missing(cells, measure)
+    if not pairs:
+        return not_run(missing)
+    a, b = max(pairs, key=lambda pair: n.mean(pair[1], measure) / n.mean(pair[0], measure))
+    fitted = n.fit(measure, [cell.cell.name for cell in ready])
+    weights = {a.cell.name: -1.0, b.cell.name: 1.0}
+    verdict, effect = judge(n, measure, -1, fitted, weights, len(pairs) // 2, ALIKE[measure])
+    return verdict, f"{measure} differs most in {n.show_pairs([(a, b)], measure, ())}: {effect}{without(missing)}"
+
+
+def overfit(n: Numbers) -> Outcome:
+    """Test perplexity is more than OVERFIT times the training perplexity of the same run."""
+    (cell,) = n.result.cells
+    test, training = n.of(cell, "perplexity"), n.of(cell, "train_perplexity")
+    both = {seed: math.log(test[seed] / training[seed]) for seed in test.keys() & training.keys()}
+    if not both:
+        return not_run(n.missing([cell], "train_perplexity"))
+    name = cell.cell.name
+    verdict, effect = judge(n, "perplexity", 1, fit({name: both}), {name: 1.0}, margin=math.log(OVERFIT))
+    means = f"{n.show(cell, 'train_perplexity')} in training, {n.show(cell, 'perplexity')} in test ({n.label(cell)})"
+    return verdict, f"perplexity {means}: {effect}"
+
+
+# Speed: what is asked is not whether two timings differ, but whether by enough to matter.
+
+
+def steady(n: Numbers, places: Places, falls: bool) -> Outcome:
+    """Speed is the same at every size, or (falls) it goes down as the memory grows."""
+    cells = n.cells("kwords_per_s", places)
+    missing = n.missing(cells, "kwords_per_s")
+    ready = n.measured(cells, "kwords_per_s")
+    if len(ready) < 3:
+        return not_run(missing)
+    (row,) = n.rows(ready, "slots", ())
+    speeds = [n.mean(cell, "kwords_per_s") for cell in row]
+    ratio = speeds[0] / speeds[-1] if falls else max(speeds) / min(speeds)
+    tau, p, _ = kendall([[(size(cell, "slots"), speed) for cell, speed in zip(row, speeds, strict=True)]])
+    depends = p <= LEVEL and ratio > SPEED_TOLERANCE and (tau < 0 or not falls)
+    verdict: Verdict = "holds" if depends == falls else "does not hold"
+    if not depends and ratio > SPEED_TOLERANCE:
+        verdict = "undecided"
+    what = "smallest over largest memory" if falls else "fastest over slowest"
+    shown = n.show_row(row, "kwords_per_s", ("slots",))
+    return verdict, f"thousand words/s {shown}: {what} {ratio:.3g}, {ranked(tau, p)}{without(missing)}"
+
+
+def pulls_away(n: Numbers) -> Outcome:
+    """Product keys are faster than flat keys at the largest size, and their lead grows with the size."""
+    pairs, missing = n.pairs("kwords_per_s", {"keys": "flat"}, {"keys": "product"}, ("slots",))
+    if len(pairs) < 3:
+        return not_run(missing)
+    leads = [n.mean(b, "kwords_per_s") / n.mean(a, "kwords_per_s") for a, b in pairs]
+    tau, p, _ = kendall([[(size(b, "slots"), lead) for (_, b), lead in zip(pairs, leads, strict=True)]])
+    verdict: Verdict = "holds" if tau > 0 and p <= LEVEL else "undecided"
+    verdict = verdict if leads[-1] > SPEED_TOLERANCE else "does not hold"
+    ends = " to ".join(n.label(pairs[i][1], ("slots",)) for i in (0, -1))
+    shown = ", ".join(f"{lead:.3g}" for lead in leads)
+    return verdict, f"product keys {shown} times as fast ({ends}): {ranked(tau, p)}{without(missing)}"
+
+
+def speed_ratio(n: Numbers, before: Places, after: Places, by: Sequence[Coordinate], faster: bool) -> Outcome:
+    """From `before` to `after`, on average, speed goes up (faster), or no more than the tolerance down."""
+    pairs, missing = n.pairs("kwords_per_s", before, after, by)
+    if not pairs:
+        return not_run(missing)
+    logs = [math.log(n.mean(b, "kwords_per_s") / n.mean(a, "kwords_per_s")) for a, b in pairs]
+    ratio = math.exp(sum(logs) / len(logs))
+    verdict: Verdict = "holds" if ratio >= (SPEED_TOLERANCE if faster else 1 / SPEED_TOLERANCE) else "does not hold"
+    if faster and 1 / SPEED_TOLERANCE < ratio < SPEED_TOLERANCE:
+        verdict = "undecided"
+    return (
+        verdict,
+        f"thousand words/s {n.show_pairs(pairs, 'kwords_per_s', by)}: {ratio:.3g} times as fast{without(missing)}",
+    )
+
+
+def ranked(tau: float, p: float) -> str:
+    return f"Kendall's tau {tau:+.2f}, exact p = {p:.2g}"
+
+
+def without(missing: str) -> str:
+    return f" ({missing})" if missing else ""
+
+
+def not_run(missing: str) -> Outcome:
+    return "not run", missing or "this grid has no such cells"
+
+
+# The paper's claims, grid by grid (sections 4.4 and 4.5).
+
+ONE_MEMORY: dict[str, Any] = {"before": {"memories": 0}, "after": {"memories": 1}, "by": ("layers", "dim")}
+SHALLOW: dict[str, Any] = {
+    "before": {"layers": 24, "memories": 0},
+    "after": {"layers": 12, "memories": 1},
+    "by": ("dim",),
+}
+NORM: dict[str, Any] = {"before": {"batchnorm": False}, "after": {"batchnorm": True}}
+KEYS: dict[str, Any] = {"before": {"keys": "flat"}, "after": {"keys": "product"}, "by": ("slots",)}
+
+BEATS_DEEPER: tuple[str, Test] = (
+    "12 layers with a memory have a lower perplexity than 24 without one, at the same dimension",
+    partial(difference, measure="perplexity", sign=-1, **SHALLOW),
+)
+SPEED_OF_KEYS: list[tuple[str, Test]] = [
+    (
+        "with product keys, speed does not depend on the memory's size (within 10 %)",
+        partial(steady, places={"keys": "product"}, falls=False),
+    ),
+    ("with flat keys, speed falls as the memory grows", partial(steady, places={"keys": "flat"}, falls=True)),
+    ("product keys are faster than flat keys, the more so the larger the memory", pulls_away),
+]
+CLAIMS: dict[str, list[tuple[str, Test]]] = {
+    "table1": [
+        (
+            "more layers lower perplexity",
+            partial(trend, measure="perplexity", sign=-1, over="layers", by=("dim", "memories")),
+        ),
+        (
+            "a larger dimension lowers perplexity",
+            partial(trend, measure="perplexity", sign=-1, over="dim", by=("layers", "memories")),
+        ),
+        ("a memory lowers perplexity", partial(difference, measure="perplexity", sign=-1, **ONE_MEMORY)),
+        BEATS_DEEPER,
+        (
+            "a second and a third memory lower perplexity further",
+            partial(
+                trend,
+                measure="perplexity",
+                sign=-1,
+                over="memories",
+                by=("layers", "dim"),
+                places={"memories": (1, 2, 3)},
+            ),
+        ),
+    ],
+    "speed_perplexity": [
+        BEATS_DEEPER,
+        (
+            "12 layers with a memory are faster than 24 without one (in the paper almost twice as fast)",
+            partial(speed_ratio, faster=True, **SHALLOW),
+        ),
+        ("a memory barely changes the speed (by less than 10 %)", partial(speed_ratio, faster=False, **ONE_MEMORY)),
+    ],
+    "table2": [
+        (
+            "more slots lower perplexity, with BatchNorm on the query",
+            partial(trend, measure="perplexity", sign=-1, over="slots", places={"batchnorm": True}),
+        ),
+        (
+            "more slots lower perplexity, without BatchNorm",
+            partial(trend, measure="perplexity", sign=-1, over="slots", places={"batchnorm": False}),
+        ),
+        ("a memory of enough slots beats the same model without one at equal steps", enough_slots),
+        (
+            "BatchNorm raises the usage of large memories",
+            partial(difference, measure="usage", sign=1, **NORM, by=("slots",), large=True),
+        ),
+        ("BatchNorm raises usage the more, the larger the memory", partial(widening, measure="usage", sign=1, **NORM)),
+        (
+            "BatchNorm lowers the perplexity of large memories",
+            partial(difference, measure="perplexity", sign=-1, **NORM, by=("slots",), large=True),
+        ),
+        (
+            "BatchNorm lowers perplexity the more, the larger the memory",
+            partial(widening, measure="perplexity", sign=-1, **NORM),
+        ),
+    ],
+    "table3": [
+        (
+            "a middle position (in the paper layers 4 and 5) beats the first",
+            partial(difference, measure="perplexity", sign=-1, before={"position": 1}, after={"position": (4, 5)}),
+        ),
+        ("the first position is the worst", partial(above, at=1, rivals=(2, 3, 4, 5, 6), hardest=True)),
+        (
+            "the best position is between the first and the last",
+            partial(above, at=6, rivals=(2, 3, 4, 5), hardest=False),
+        ),
+    ],
+    "table4": [
+        (
+            "product keys have a higher usage than flat keys at equal slots",
+            partial(difference, measure="usage", sign=1, **KEYS),
+        ),
+        (
+            "product keys have a lower perplexity than flat keys at equal slots",
+            partial(difference, measure="perplexity", sign=-1, **KEYS),
+        ),
+        *SPEED_OF_KEYS,
+    ],
+    "speed_memory": SPEED_OF_KEYS,
+    "heads_knn": [
+        ("equal H k gives a similar usage (within 10 points)", partial(alike, measure="usage")),
+        ("equal H k gives a similar perplexity (within 2.5 %)", partial(alike, measure="perplexity")),
+        ("more heads raise usage", partial(trend, measure="usage", sign=1, over="heads", by=("knn",))),
+        ("more heads lower perplexity", partial(trend, measure="perplexity", sign=-1, over="heads", by=("knn",))),
+        ("more selected keys raise usage", partial(trend, measure="usage", sign=1, over="knn", by=("heads",))),
+        (
+            "more selected keys lower perplexity",
+            partial(trend, measure="perplexity", sign=-1, over="knn", by=("heads",)),
+        ),
+    ],
+    "one_billion_word": [
+        ("training perplexity is well below test perplexity (by more than 10 %): the model overfits", overfit),
+    ],
+}
