@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pkm.config import Config
 from pkm.files import atomic_write
 from pkm.report.findings import Finding, findings
-from pkm.report.plots import Plot, plots
+from pkm.report.plots import Plot, dark, plots
 from pkm.report.results import GridResult
 from pkm.report.tables import Layout, csv_table, escaped, grid_table, latex_table, layout, legend, numbered, speeds
 from pkm.version import code_version
@@ -67,7 +67,9 @@ def write_report(results: Sequence[GridResult], folder: Path) -> list[Path]:
 
     Returns what was written, report.html first. UserError where the folder cannot be written.
     """
-    sections = [section(result) for result in results]
+    sections: list[Section] = []
+    for result in results:
+        sections.append(section(result, sections))
     page = folder / "report.html"
     written = [page]
     for one in sections:
@@ -82,11 +84,27 @@ def write_report(results: Sequence[GridResult], folder: Path) -> list[Path]:
     return written
 
 
-def section(result: GridResult) -> Section:
+def section(result: GridResult, earlier: Sequence[Section] = ()) -> Section:
+    """Of one grid. Curves of runs that an earlier one has shown are not shown again."""
+    same = next((one for one in earlier if trained(result) and trained(result) <= trained(one.result)), None)
+    drawn, undrawn = plots(result, training=same is None)
+    if same:
+        undrawn.append(f"The training curves of these runs are under “{same.title}”.")
     table = layout(result)
-    drawn, undrawn = plots(result)
-    said = tuple(numbered(table, result))
-    return Section(result, table, tuple(legend(result)), said, tuple(findings(result)), tuple(drawn), tuple(undrawn))
+    return Section(
+        result,
+        table,
+        tuple(legend(result)),
+        tuple(numbered(table, result)),
+        tuple(findings(result)),
+        tuple(drawn),
+        tuple(undrawn),
+    )
+
+
+def trained(result: GridResult) -> set[Path]:
+    """The directories of its runs."""
+    return {run.config.directory for one in result.cells if one.cell.trained for run in one.runs}
 
 
 def markdown(one: Section) -> str:
@@ -111,7 +129,7 @@ def html(sections: Sequence[Section]) -> str:
     same, mapped = settings(results)
     return environment.get_template("page.html").render(
         sections=sections,
-        css=(HERE / "page.css").read_text(encoding="utf-8"),
+        css=(HERE / "page.css").read_text(encoding="utf-8") + dark(),
         scales=list({r.grid.scale: r.grid.scale_settings.about for r in results}.items()),
         seeds=sorted({seed for r in results for seed in r.seeds}),
         same=same,

@@ -32,7 +32,18 @@ MEASURES: dict[Measure, str] = {
     "kwords_per_s": "1000 words/s",
 }
 DIGITS: dict[Measure, int] = {"perplexity": 2, "train_perplexity": 2, "usage": 1, "kl": 2, "kwords_per_s": 1}
-NONE = "–"
+PHRASES: dict[Coordinate, str] = {
+    "layers": "{} layers",
+    "dim": "dimension {}",
+    "memories": "{} memories",
+    "slots": "{} slots",
+    "batchnorm": "BatchNorm: {}",
+    "position": "position {}",
+    "keys": "{} keys",
+    "heads": "{} heads",
+    "knn": "k = {}",
+}
+NONE, NO_MEMORY = "–", "no memory"
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,7 @@ def written(key: Coordinate, value: int | str | bool | None) -> str:
         return "yes" if value else "no"
     if key == "slots" and isinstance(value, int):
         side = math.isqrt(value)
-        return "no memory" if not value else f"{side}²" if side**2 == value else f"{value:,}"
+        return NO_MEMORY if not value else f"{side}²" if side**2 == value else f"{value:,}"
     return str(value)
 
 
@@ -215,12 +226,16 @@ def _entry(
 
 
 def _group(cell: Cell, columns: Sequence[Coordinate]) -> Label:
-    labels = [label(cell, key) for key in columns]
-    shape = {"keys": "{} keys", "knn": "k = {}", "batchnorm": "BatchNorm: {}"}
-    ours = ", ".join(
-        shape.get(key, AXES[key] + " {}").format(one.ours) for key, one in zip(columns, labels, strict=True)
-    )
-    return Label(ours, ", ".join(one.paper or one.ours for one in labels) if any(one.paper for one in labels) else "")
+    ours = phrases(cell, columns, short=True)
+    theirs = [label(cell, key).paper for key in columns]
+    return Label(ours, ", ".join(filter(None, theirs)))
+
+
+def phrases(cell: Cell, keys: Sequence[Coordinate], short: bool = False) -> str:
+    """Where a cell stands, in words: `16 layers, dimension 1024`; unless `short`, with the paper's sizes in brackets."""
+    labels = {key: label(cell, key) for key in keys if coordinate(cell.config, key) is not None}
+    texts = {key: one.ours if short else str(one) for key, one in labels.items()}
+    return ", ".join(PHRASES[key].format(text) if text != NO_MEMORY else text for key, text in texts.items())
 
 
 def _remarks(result: GridResult) -> list[str]:
