@@ -258,20 +258,17 @@ def pulls_away(n: Numbers) -> Outcome:
     return verdict, f"product keys {shown} times as fast ({ends}): {ranked(tau, p)}{without(missing)}"
 
 
-def speed_ratio(n: Numbers, before: Places, after: Places, by: Sequence[Coordinate], faster: bool) -> Outcome:
-    """From `before` to `after`, on average, speed goes up (faster), or no more than the tolerance down."""
+def speed_ratio(n: Numbers, before: Places, after: Places, by: Sequence[Coordinate], least: float) -> Outcome:
+    """Each cell at `after` is at least so many times as fast as that at `before`; undecided where cells disagree."""
     pairs, missing = n.pairs("kwords_per_s", before, after, by)
     if not pairs:
         return not_run(missing)
-    logs = [math.log(n.mean(b, "kwords_per_s") / n.mean(a, "kwords_per_s")) for a, b in pairs]
-    ratio = math.exp(sum(logs) / len(logs))
-    verdict: Verdict = "holds" if ratio >= (SPEED_TOLERANCE if faster else 1 / SPEED_TOLERANCE) else "does not hold"
-    if faster and 1 / SPEED_TOLERANCE < ratio < SPEED_TOLERANCE:
-        verdict = "undecided"
-    return (
-        verdict,
-        f"thousand words/s {n.show_pairs(pairs, 'kwords_per_s', by)}: {ratio:.3g} times as fast{without(missing)}",
-    )
+    ratios = [n.mean(b, "kwords_per_s") / n.mean(a, "kwords_per_s") for a, b in pairs]
+    passed = sum(ratio >= least for ratio in ratios)
+    verdict: Verdict = "holds" if passed == len(pairs) else "undecided" if passed else "does not hold"
+    shown = n.show_pairs(pairs, "kwords_per_s", by)
+    times = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    return verdict, f"thousand words/s {shown}: {times} times as fast{without(missing)}"
 
 
 def ranked(tau: float, p: float) -> str:
@@ -298,7 +295,7 @@ NORM: dict[str, Any] = {"before": {"batchnorm": False}, "after": {"batchnorm": T
 KEYS: dict[str, Any] = {"before": {"keys": "flat"}, "after": {"keys": "product"}, "by": ("slots",)}
 
 BEATS_DEEPER: tuple[str, Test] = (
-    "12 layers with a memory have a lower perplexity than 24 without one, at the same dimension",
+    "half the layers with a memory beat all without one, at the same dimension (12 and 24 in the paper)",
     partial(difference, measure="perplexity", sign=-1, **SHALLOW),
 )
 SPEED_OF_KEYS: list[tuple[str, Test]] = [
@@ -336,10 +333,13 @@ CLAIMS: dict[str, list[tuple[str, Test]]] = {
     "speed_perplexity": [
         BEATS_DEEPER,
         (
-            "12 layers with a memory are faster than 24 without one (in the paper almost twice as fast)",
-            partial(speed_ratio, faster=True, **SHALLOW),
+            "half the layers with a memory are faster than all without one (in the paper almost twice as fast)",
+            partial(speed_ratio, least=SPEED_TOLERANCE, **SHALLOW),
         ),
-        ("a memory barely changes the speed (by less than 10 %)", partial(speed_ratio, faster=False, **ONE_MEMORY)),
+        (
+            "a memory barely slows the model (by less than 10 %)",
+            partial(speed_ratio, least=1 / SPEED_TOLERANCE, **ONE_MEMORY),
+        ),
     ],
     "table2": [
         (
