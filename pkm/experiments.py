@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pkm.config import Config
+from pkm.config import Config, impossible_for
+from pkm.corpus.store import open_corpus
+from pkm.errors import UserError
 from pkm.grid import Cell, Grid
 from pkm.lock import WATCH_SECONDS, lives
+from pkm.parallel import pick_device, pick_precision
 from pkm.run import read_status
 
 State = Literal["waiting", "running", "timing", "finished", "stopped", "failed", "elsewhere"]
@@ -37,7 +40,7 @@ class Job:
     timed: bool
     """Whether its words a second are measured with nothing else at work."""
     changed: tuple[str, ...] = ()
-    """What tells it from the other cells of its first grid."""
+    """The settings that tell it from the other cells of its first grid."""
 
     @property
     def directory(self) -> Path:
@@ -60,28 +63,62 @@ def jobs(grids: Sequence[Grid], seeds: Sequence[int]) -> list[Job]:
     for seed in seeds:
         for grid in grids:
             timed = "kwords_per_s" in grid.settings.measures
-            for cell in grid.cells:
+            for cell, changed in zip(grid.cells, differing([cell.config for cell in grid.cells]), strict=True):
                 if cell.trained or seed == seeds[0]:
-                    _add(found, grid, cell, seed, timed)
+                    _add(found, f"{grid.name}/{cell.name}", cell, seed, timed, changed)
     return list(found.values())
 
 
-def _add(found: dict[Path, Job], grid: Grid, cell: Cell, seed: int, timed: bool) -> None:
+def _add(found: dict[Path, Job], title: str, cell: Cell, seed: int, timed: bool, changed: tuple[str, ...]) -> None:
     config, arguments = cell.run(seed)
-    job = found.get(config.directory)
-    if job is None:
-        job = Job(config, cell.file, arguments, [], cell.trained, timed, _changed(grid, cell))
-        found[config.directory] = job
-    job.cells.append(f"{grid.name}/{cell.name}")
+    job = found.setdefault(config.directory, Job(config, cell.file, arguments, [], cell.trained, timed, changed))
+    job.cells.append(title)
     job.trained |= cell.trained
     job.timed |= timed
 
 
-def _changed(grid: Grid, cell: Cell) -> tuple[str, ...]:
-    """The settings of a cell, as they are at this scale, that the grid's cells set."""
-    keys = [one.partition("=")[0] for other in grid.settings.cells if other.name == cell.name for one in other.set]
-    given = dict(argument.split("=", 1) for argument in cell.arguments)
-    return tuple(f"{key}={given[key]}" for key in dict.fromkeys(keys))
+def differing(configs: Sequence[Config]) -> list[tuple[str, ...]]:
+    """Of each config the settings that it does not share with all others, as `key=value`."""
+    flat = [dict(_settings(config.model_dump(mode="json"))) for config in configs]
+    several = {key for one in flat for key in one if len({other.get(key, one[key]) for other in flat}) > 1}
+    some_dense = any(config.memory for config in configs)
+    return [
+        ("memory=null",) * (config.memory is None and some_dense)
+        + tuple(f"{key}={value}" for key, value in one.items() if key in several and value != "None")
+        for config, one in zip(configs, flat, strict=True)
+    ]
+
+
+def _settings(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{key}.")
+        elif prefix + key not in ("name", "seed"):
+            yield prefix + key, str(value)
+
+
+def check(jobs: Sequence[Job], ranks: int, here: bool = True) -> None:
+    """Refuse, before anything runs, what every run would fail of.
+
+    here    they will run on this machine
+
+    UserError for a corpus that is not prepared or has nothing to score, a device or precision that this machine does not
+    have, and a batch that the ranks cannot share.
+    """
+    for path in dict.fromkeys(job.config.corpus.path for job in jobs):
+        try:
+            corpus = open_corpus(path)
+        except UserError as error:
+            raise UserError(error.what, error.where, f"{error.fix}; --corpus names another one") from error
+        for name in ("train", "valid", "test"):
+            if corpus.split(name) is None:
+                fix = "prepare it with more documents, or name another one with --corpus"
+                raise UserError(f"the corpus has no {name} split", str(path), fix)
+    for job in jobs:
+        if here:
+            pick_precision(job.config, pick_device(job.config))
+        for key, what, fix in impossible_for(job.config, ranks):
+            raise UserError(f"{job.title}: {key}: {what}", str(job.file), fix)
 
 
 def held(directory: Path) -> str | None:
@@ -163,7 +200,7 @@ class Progress:
                     self.speeds.append(record["tokens_per_second"])
 
 
-def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
+def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)

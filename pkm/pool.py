@@ -5,7 +5,6 @@ Whatever ends it, the same call goes on: a run that is told to stop saves first,
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -149,9 +148,8 @@ class Pool:
         def hear(number: int, frame: FrameType | None) -> None:
             self._signals += 1
             self.stopped_by = signal.Signals(number).name
-            # Not by the board: it may be at work in this very moment.
-            text = "stopping: every run saves first; once more kills them" if self._signals == 1 else "killing the runs"
-            os.write(2, f"{text}\n".encode())
+            first = f"{self.stopped_by}: every run saves, then stops; a second one kills them"
+            self.board.note = first if self._signals == 1 else "killing the runs"
 
         previous = {number: signal.signal(number, hear) for number in SIGNALS}
         try:

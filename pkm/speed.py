@@ -58,13 +58,24 @@ def time_run(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
     return record
 
 
+def read_speed(directory: Path) -> dict[str, Any] | None:
+    """What speed.json of a run says; None without one."""
+    try:
+        record = json.loads((directory / FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def seems_measured(directory: Path, trained: bool) -> bool:
+    """Whether there is a measurement with weights trained or not, on whatever machine."""
+    return (read_speed(directory) or {}).get("trained") == trained
+
+
 def measured_here(config: Config, trained: bool) -> bool:
     """Whether speed.json holds what would be measured now: on this processor or card, with weights trained or not."""
-    try:
-        record = json.loads((config.directory / FILE).read_bytes())
-    except (OSError, ValueError):
-        return False
-    if not isinstance(record, dict) or record.get("trained") != trained:
+    record = read_speed(config.directory)
+    if record is None or record.get("trained") != trained:
         return False
     device = pick_device(config)
     if device.type != "cuda":

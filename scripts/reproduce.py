@@ -7,26 +7,57 @@
 The same command again goes on where it was stopped: what is finished is not run again, nor what two tables share.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pkm.errors import EXIT_INTERRUPTED, UserError, exits_cleanly
+
+if TYPE_CHECKING:
+    from pkm.estimate import Estimator
+    from pkm.experiments import Job
+    from pkm.grid import Grid
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("grids", nargs="+", metavar="GRID", help="table1 ... table4, a figure, a YAML file of your own, or all")
-    add("--scale", help="sizes that stand for the paper's, of configs/paper/scales (default: gpu with a GPU, else cpu)")
+    add(
+        "--scale",
+        help="sizes that stand for the paper's, of configs/paper/scales (default: gpu with a GPU or --slurm, else cpu)",
+    )
     add("--corpus", type=Path, metavar="DIR", help="prepared corpus (default: what each cell's config names)")
     add("--seeds", type=int, default=1, metavar="N", help="runs of each cell, with seeds 1 to N (default: %(default)s)")
     add("--set", nargs="+", default=[], metavar="key=value", help="settings that win in every cell")
     add("--jobs", type=int, metavar="N", help="runs at a time (default: one a GPU, or as the cores allow)")
-    add("--gpus-per-run", type=int, default=1, metavar="N", help="ranks of each run (default: %(default)s)")
+    add(
+        "--gpus-per-run",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks of each run; with --slurm 0 = on a CPU (default: %(default)s)",
+    )
+    add("--dry-run", action="store_true", help="show cells, parameters, estimated time and memory; run nothing")
+    add("--commands", action="store_true", help="print the command that runs each cell by hand; run nothing")
     add("--report-only", action="store_true", help="run nothing; report what is there")
     add("--report", type=Path, metavar="DIR", help="where the report goes (default: runs/reproduce/SCALE/report)")
     add("--measure-speed-again", action="store_true", help="words a second, also where they are measured already")
+    add("--slurm", action="store_true", help="submit what is not finished as one job array (needs submitit)")
+    add = parser.add_argument_group("with --slurm, as for scripts/launch_slurm.py").add_argument
+    add("--nodes", type=int, default=1, help="of each run, which share its GPUs evenly (default: %(default)s)")
+    add("--time", default="24:00:00", help="of one turn of a job, as for sbatch (default: %(default)s)")
+    add("--margin", type=float, metavar="MINUTES", help="of it, to stop and save in (default: 15, at most a quarter)")
+    add("--cpus-per-task", type=int, metavar="CORES", help="of a node (default: 8 a GPU)")
+    for name in ("--mem", "--partition", "--account", "--qos", "--constraint", "--job-name"):
+        add(name)
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="any other: --sbatch=--reservation=week12")
+    add("--setup", action="append", default=[], metavar="LINE", help="shell line before the start: 'module load cuda'")
     return parser
 
 
@@ -37,30 +68,87 @@ def main() -> int:
         raise UserError(f"{args.seeds} seeds are no run", "--seeds", "write at least 1")
 
     from pkm import experiments, workers
-    from pkm.board import Board
-    from pkm.corpus.store import open_corpus
+    from pkm.estimate import Estimator
     from pkm.grid import load_grid, names
-    from pkm.pool import Pool
 
     gpus = workers.visible_gpus()
-    scale = args.scale or ("gpu" if gpus else "cpu")
+    scale = args.scale or ("gpu" if gpus or args.slurm else "cpu")
     corpus = [f"corpus.path={json.dumps(str(args.corpus))}"] if args.corpus else []
     chosen = dict.fromkeys(name for given in args.grids for name in (names() if given == "all" else [given]))
     grids = [load_grid(name, scale, [*corpus, *args.set]) for name in chosen]
     seeds = range(1, args.seeds + 1)
     jobs = experiments.jobs(grids, seeds)
+    folder = jobs[0].directory.parent
+    estimator = Estimator(args.gpus_per_run)
+    estimator.learn_from_disk(folder)
     code = 0
+    if args.slurm:
+        submit(jobs, folder / "slurm", args)
+        return 0
+    if args.commands or args.dry_run:
+        show(jobs, gpus, estimator, args)
+        return 0
     if not args.report_only:
-        for path in dict.fromkeys(job.config.corpus.path for job in jobs):
-            open_corpus(path)
-        at_work = workers.workers([job.config for job in jobs], gpus, args.gpus_per_run, args.jobs)
-        pool = Pool(jobs, at_work, Board(), args.measure_speed_again)
-        pool.run()
-        if pool.stopped_by:
-            print(f"stopped by {pool.stopped_by}; the same command goes on")
-            return EXIT_INTERRUPTED
-        code = 1 if pool.failed else 0
+        code = run(jobs, gpus, estimator, args)
+    if code != EXIT_INTERRUPTED:
+        report(grids, seeds, args.report or folder / "report")
+    return code
 
+
+def show(jobs: list[Job], gpus: list[str], estimator: Estimator, args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from pkm import plan, workers
+
+    if args.commands:
+        print(*plan.commands(jobs, args.gpus_per_run), sep="\n")
+        return
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+    at_work = workers.workers([job.config for job in jobs], gpus, args.gpus_per_run, args.jobs)
+    for line in plan.plan(jobs, estimator, at_work):
+        console.print(line)
+
+
+def run(jobs: list[Job], gpus: list[str], estimator: Estimator, args: argparse.Namespace) -> int:
+    """Exit status: 1 if a run failed, 130 if it was told to stop."""
+    from pkm import experiments, workers
+    from pkm.board import Board
+    from pkm.pool import Pool
+
+    at_work = workers.workers([job.config for job in jobs], gpus, args.gpus_per_run, args.jobs)
+    experiments.check(jobs, args.gpus_per_run)
+    pool = Pool(jobs, at_work, Board(estimator), args.measure_speed_again)
+    pool.run()
+    if pool.stopped_by:
+        print(f"stopped by {pool.stopped_by}; the same command goes on")
+        return EXIT_INTERRUPTED
+    return 1 if pool.failed else 0
+
+
+def submit(jobs: list[Job], folder: Path, args: argparse.Namespace) -> None:
+    from pkm import experiments, jobarray, slurm
+
+    if args.gpus_per_run % args.nodes:
+        what = f"{args.nodes} nodes cannot share {args.gpus_per_run} GPUs evenly"
+        raise UserError(what, "--gpus-per-run", "choose a multiple of --nodes")
+    names = ("nodes", "time", "margin", "cpus_per_task", "mem", "partition", "account", "qos", "constraint", "job_name")
+    given = {name: getattr(args, name) for name in names}
+    asked = slurm.Job(
+        **given, gpus_per_node=args.gpus_per_run // args.nodes, sbatch=tuple(args.sbatch), setup=tuple(args.setup)
+    )
+    experiments.check(jobs, asked.ranks, here=False)
+    waiting = jobarray.turns(jobs, asked)
+    if args.dry_run:
+        print(*jobarray.shown(folder, asked, args.jobs, waiting), sep="\n")
+    elif waiting:
+        number = jobarray.submit(jobarray.executor(folder, asked, args.jobs), waiting)[0].job_id.partition("_")[0]
+        print(f"submitted job array {number}: {len(waiting)} runs, of {len(jobs)}; logs in {folder}")
+        print("when they are done, the same command with --report-only in place of --slurm reports them")
+    else:
+        print("nothing to submit: every run is finished, at work or queued")
+
+
+def report(grids: list[Grid], seeds: Sequence[int], folder: Path) -> None:
     from pkm.report.page import write_report
     from pkm.report.results import read_results
     from pkm.report.tables import grid_table
@@ -68,9 +156,7 @@ def main() -> int:
     results = [read_results(grid, seeds) for grid in grids]
     for result in results:
         print(f"\n{result.grid.settings.title}\n\n{grid_table(result)}")
-    written = write_report(results, args.report or jobs[0].config.runs / "reproduce" / scale / "report")
-    print(f"report: {written[0]}")
-    return code
+    print(f"report: {write_report(results, folder)[0]}")
 
 
 if __name__ == "__main__":
