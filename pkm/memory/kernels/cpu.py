@@ -9,7 +9,12 @@ Shapes: N tokens, H heads, C sub-keys a side, k selected slots, J reads of a tok
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,35 +22,95 @@ from torch import Tensor
 from pkm.memory.kernels import reference
 from pkm.memory.kernels.pairs import candidate_pairs
 
+Array = npt.NDArray[Any]
+SORTED_AT_ONCE = 1 << 16  # numbers that a thread sorts: as float64 its core's cache holds them
+SORTED_WHOLE = 256  # a longer row is quicker to split first
+
 
 def search(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """scores (H, 2, N, C), fp32 or fp64 -> slots (N, H, k) int32, weights (N, H, k)."""
-    sub_keys = scores.shape[-1]
-    values, found = scores.topk(min(k + 1, sub_keys), dim=-1)
-    left, right = _pairs(k, scores.device)
-    total = values[:, 0].index_select(-1, left) + values[:, 1].index_select(-1, right)  # (H, N, P)
-    best, place = total.topk(min(k + 1, len(left)), dim=-1)
-    unsure = ties(values).any(1) | ties(best)
-    best, place = best[..., :k], place[..., :k]
-    i, j = (side.index_select(0, place.flatten()).view_as(place) for side in (left, right))
-    slots = found[:, 0].gather(-1, i) * sub_keys + found[:, 1].gather(-1, j)
+    heads, _, tokens, sub_keys = scores.shape
+    if scores.device.type != "cpu" or scores.dtype is torch.float64:
+        found, best = reference.select_product(scores.permute(2, 0, 1, 3), k)
+        return found.to(torch.int32), best.softmax(-1)
+    slots, best = (torch.empty(tokens, heads, k, dtype=dtype) for dtype in (torch.int32, torch.float32))
+    unsure = torch.empty(tokens, heads, dtype=torch.bool)
+    all_scores, *outs = (t.numpy() for t in (scores, slots, best, unsure))
+    pairs = np.array(candidate_pairs(k)).T
 
-    # topk leaves the order of equals open, and rounded sums may hide which is larger: settle such rows the long way.
+    def select(head: int, part: slice) -> None:
+        _select(all_scores[head, :, part], pairs, *(out[part, head] for out in outs))
+
+    at_once = max(1, SORTED_AT_ONCE // sub_keys)
+    _in_threads(select, [(h, slice(n, n + at_once)) for h in range(heads) for n in range(0, tokens, at_once)])
+
+    # Equals are sorted in either order, and rounded sums may hide which is larger: settle such rows the long way.
     if bool(unsure.any()):
-        rows = scores.transpose(1, 2)[unsure].unsqueeze(1)
-        again, scores_again = reference.select_product(rows, k)
-        slots[unsure], best[unsure] = again.squeeze(1), scores_again.squeeze(1)
-    return slots.transpose(0, 1).to(torch.int32), best.transpose(0, 1).softmax(-1)
+        again, scores_again = reference.select_product(scores.permute(2, 0, 1, 3)[unsure].unsqueeze(1), k)
+        slots[unsure], best[unsure] = again.squeeze(1).to(torch.int32), scores_again.squeeze(1)
+    return slots, best.softmax(-1)
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def _select(scores: Array, pairs: Array, slots: Array, best: Array, unsure: Array) -> None:
+    """scores (2, n, C) of one head, pairs (2, P) -> slots, best (n, k), and in unsure (n,) which rows these may be wrong for."""
+    k, sub_keys = slots.shape[1], scores.shape[2]
+    (a, i), (b, j) = (_largest(side.astype(np.float64), min(k + 1, sub_keys)) for side in scores)
+    sums = a.take(pairs[0], axis=1)
+    sums += b.take(pairs[1], axis=1)
+    total, place = _largest(sums, min(k + 1, sums.shape[1]))
+    left, right = (side.take(place[:, :k]) for side in pairs)
+    first, second = (np.take_along_axis(*args, 1).astype(np.float32) for args in ((a, left), (b, right)))
+    best[:] = first + second
+    slots[:] = np.take_along_axis(i, left, 1) * sub_keys + np.take_along_axis(j, right, 1)
+    unsure[:] = ~(_falls(a) & _falls(b) & _falls(total) & np.isfinite(best).all(1))
+
+
+def _largest(x: Array, count: int) -> tuple[Array, Array]:
+    """The `count` largest of each row of x (n, W) float64, which is lost: numbers, largest first, and places (n, count).
+
+    Numbers alone sort many times as fast as numbers with places, so each place is written into the last bits of its
+    number, where a number of fp32 has none. A sum may lose some there: what still falls strictly fell strictly before.
+    Equal ones come in either order, NaN and infinities first.
+    """
+    width = x.shape[1]
+    last_bits = (1 << (width - 1).bit_length()) - 1
+    bits = x.view(np.int64)
+    bits &= ~last_bits
+    bits |= np.arange(width)
+    if width > SORTED_WHOLE:
+        x.partition(width - count, axis=1)
+        x = x[:, width - count :].copy()
+    x.sort(axis=1)
+    found = x[:, : -count - 1 : -1].copy()
+    bits = found.view(np.int64)
+    places = bits & last_bits
+    bits &= ~last_bits
+    return found, places
+
+
+def _falls(x: Array) -> Array:
+    """Which rows (n, W) are finite and fall strictly: (n,)."""
+    good: Array = np.isfinite(x)
+    good[:, 1:] &= x[:, 1:] < x[:, :-1]
+    return np.logical_and.reduce(good, axis=1)
+
+
+def _in_threads(run: Callable[..., None], jobs: list[tuple[Any, ...]]) -> None:
+    """Run all jobs on as many threads as torch uses; NumPy uses one."""
+    threads = min(torch.get_num_threads(), len(jobs))
+    if threads < 2:
+        for job in jobs:
+            run(*job)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(run, *job) for job in jobs]:
+            done.result()
 
 
 def ties(values: Tensor) -> Tensor:
     """Which sorted lists (..., W) have equal neighbours or numbers that are not finite."""
     return ~((values[..., 1:] < values[..., :-1]).all(-1) & torch.isfinite(values).all(-1))
-
-
-def _pairs(k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    pairs = torch.tensor(candidate_pairs(k), device=device)
-    return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
 
 
 def score_gradient(grad_weights: Tensor, weights: Tensor, slots: Tensor, out: Tensor, clear: bool) -> None:
