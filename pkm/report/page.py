@@ -16,7 +16,18 @@ from pkm.files import atomic_write
 from pkm.report.findings import Finding, findings
 from pkm.report.plots import Plot, dark, plots
 from pkm.report.results import GridResult
-from pkm.report.tables import Layout, csv_table, escaped, grid_table, latex_table, layout, legend, numbered, speeds
+from pkm.report.tables import (
+    Layout,
+    csv_table,
+    escaped,
+    grid_table,
+    latex_table,
+    layout,
+    legend,
+    numbered,
+    prose,
+    speeds,
+)
 from pkm.version import code_version
 
 HERE = Path(__file__).parent
@@ -44,6 +55,16 @@ class Section:
     @property
     def title(self) -> str:
         return self.result.grid.settings.title
+
+    @property
+    def short(self) -> str:
+        """For the contents: `Table 2`, or what a figure shows."""
+        kind, _, text = self.title.partition(": ")
+        return text[:1].upper() + text[1:] if kind == "Figure" else kind
+
+    @property
+    def about(self) -> str:
+        return prose(self.result.grid.settings.about)
 
     @property
     def finished(self) -> int:
@@ -109,7 +130,7 @@ def trained(result: GridResult) -> set[Path]:
 
 def markdown(one: Section) -> str:
     """NAME.md: the table, the findings and the plots."""
-    text = [f"# {escaped(one.title)}", escaped(one.result.grid.settings.about), grid_table(one.result).strip()]
+    text = [f"# {escaped(one.title)}", escaped(one.about), grid_table(one.result).strip()]
     if one.findings:
         text.append("## Findings")
         text.append("\n".join(f"- **{f.verdict}**: {escaped(f.claim)}. {escaped(f.evidence)}" for f in one.findings))

@@ -255,6 +255,11 @@ def speeds(result: GridResult) -> list[str]:
     return list(dict.fromkeys(shape.format(**speed) for speed in found))
 
 
+def prose(text: str) -> str:
+    """As print has it: 512^2 with its exponent raised."""
+    return text.replace("^2", "²")
+
+
 def grid_table(result: GridResult) -> str:
     """Markdown: ours, in brackets the paper's, and below the table what it has no room for."""
     table = layout(result)
@@ -324,7 +329,7 @@ def latex_table(result: GridResult) -> str:
     lines = [
         "% needs \\usepackage{booktabs}",
         "\\begin{table*}[t]",
-        f"\\caption{{\\textbf{{{latex(result.grid.settings.title)}.}} {latex(result.grid.settings.about)} "
+        f"\\caption{{\\textbf{{{latex(result.grid.settings.title)}.}} {latex(prose(result.grid.settings.about))} "
         f"{latex('; '.join(legend(result)).capitalize())}.}}",
         f"\\label{{tab:{re.sub('[^a-z0-9]+', '-', result.grid.name.lower())}}}",
         "\\centering",
