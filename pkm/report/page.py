@@ -14,20 +14,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pkm.config import Config
 from pkm.files import atomic_write
 from pkm.report.findings import Finding, findings
+from pkm.report.layout import Layout, layout, prose, speeds
 from pkm.report.plots import Plot, dark, plots
 from pkm.report.results import GridResult
-from pkm.report.tables import (
-    Layout,
-    csv_table,
-    escaped,
-    grid_table,
-    latex_table,
-    layout,
-    legend,
-    numbered,
-    prose,
-    speeds,
-)
+from pkm.report.tables import csv_table, escaped, grid_table, latex_table
 from pkm.version import code_version
 
 HERE = Path(__file__).parent
@@ -41,8 +31,6 @@ class Section:
 
     result: GridResult
     table: Layout
-    legend: tuple[str, ...]
-    notes: tuple[tuple[int, str], ...]
     findings: tuple[Finding, ...]
     plots: tuple[Plot, ...]
     undrawn: tuple[str, ...]
@@ -111,16 +99,7 @@ def section(result: GridResult, earlier: Sequence[Section] = ()) -> Section:
     drawn, undrawn = plots(result, training=same is None)
     if same:
         undrawn.append(f"The training curves of these runs are under “{same.title}”.")
-    table = layout(result)
-    return Section(
-        result,
-        table,
-        tuple(legend(result)),
-        tuple(numbered(table, result)),
-        tuple(findings(result)),
-        tuple(drawn),
-        tuple(undrawn),
-    )
+    return Section(result, layout(result), tuple(findings(result)), tuple(drawn), tuple(undrawn))
 
 
 def trained(result: GridResult) -> set[Path]:

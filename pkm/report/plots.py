@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from pkm.config import Config
 from pkm.grid import Coordinate, Measure, coordinate
+from pkm.report.layout import AXES, MEASURES, phrases, place, written
 from pkm.report.results import CellResult, GridResult
-from pkm.report.tables import AXES, MEASURES, phrases, place, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,260 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from pkm.grid import Cell, Coordinate, Measure, coordinate
-from pkm.report.results import CellResult, GridResult, Result
-
-AXES: dict[Coordinate, str] = {
-    "layers": "layers",
-    "dim": "dimension",
-    "memories": "memories",
-    "slots": "memory slots",
-    "batchnorm": "BatchNorm",
-    "position": "position",
-    "keys": "keys",
-    "heads": "heads",
-    "knn": "k",
-}
-MEASURES: dict[Measure, str] = {
-    "perplexity": "perplexity",
-    "train_perplexity": "training perplexity",
-    "usage": "usage %",
-    "kl": "KL",
-    "kwords_per_s": "1000 words/s",
-}
-DIGITS: dict[Measure, int] = {"perplexity": 2, "train_perplexity": 2, "usage": 1, "kl": 2, "kwords_per_s": 1}
-PHRASES: dict[Coordinate, str] = {
-    "layers": "{} layers",
-    "dim": "dimension {}",
-    "memories": "{} memories",
-    "slots": "{} slots",
-    "batchnorm": "BatchNorm: {}",
-    "position": "position {}",
-    "keys": "{} keys",
-    "heads": "{} heads",
-    "knn": "k = {}",
-}
-NONE, NO_MEMORY = "–", "no memory"
-
-
-@dataclass(frozen=True)
-class Label:
-    """A place on an axis: ours, and the paper's where a scale made it another."""
-
-    ours: str
-    paper: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.ours} (paper {self.paper})" if self.paper else self.ours
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One measure of one cell."""
-
-    ours: str
-    """The mean over seeds, or in a word why there is none."""
-    spread: str = ""
-    """Standard deviation over seeds; empty for fewer than two."""
-    paper: str = NONE
-    best: bool = False
-    paper_best: bool = False
-    note: int | None = None
-    """Which of the layout's notes says more, counted from 1."""
-
-
-@dataclass(frozen=True)
-class Row:
-    labels: tuple[Label, ...]
-    """One for each of the layout's `axes`."""
-    groups: tuple[tuple[Entry, ...] | None, ...]
-    """For each of its groups one entry a measure; None where the grid has no such cell."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A grid's table before it is Markdown, LaTeX or HTML."""
-
-    axes: tuple[str, ...]
-    groups: tuple[Label, ...]
-    """Of columns; a single empty one, if the grid has no `columns`."""
-    measures: tuple[str, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-    """What an entry has no room for: why there is no number, which cells are only timed, how speed was measured."""
-
-
-def layout(result: GridResult) -> Layout:
-    """Rows and groups of columns as the grid asks, in its cells' order; a dense model stands in every group it has no say in."""
-    settings = result.grid.settings
-    rows: dict[tuple[Any, ...], Cell] = {}
-    groups: dict[tuple[Any, ...], Cell] = {}
-    for one in result.cells:
-        rows.setdefault(place(one.cell, settings.rows), one.cell)
-        at = place(one.cell, settings.columns)
-        if None not in at:
-            groups.setdefault(at, one.cell)
-    if not groups:
-        groups = {(): result.cells[0].cell}
-    said = notes(result)
-    best = {id(one) for one in best_cells(result)}
-    best_printed = {id(one) for one in best_cells(result, printed=True)}
-
-    def found(row: tuple[Any, ...], group: tuple[Any, ...]) -> tuple[Entry, ...] | None:
-        for one in result.cells:
-            at = place(one.cell, settings.columns)
-            fits = all(a in (None, b) for a, b in zip(at, group, strict=False))
-            if fits and place(one.cell, settings.rows) == row:
-                marks = (id(one) in best, id(one) in best_printed)
-                return tuple(_entry(one, m, i == 0, marks, said) for i, m in enumerate(settings.measures))
-        return None
-
-    return Layout(
-        axes=tuple(AXES[key] for key in settings.rows),
-        groups=tuple(_group(cell, settings.columns) for cell in groups.values()),
-        measures=tuple(MEASURES[measure] for measure in settings.measures),
-        rows=tuple(
-            Row(tuple(label(cell, key) for key in settings.rows), tuple(found(row, group) for group in groups))
-            for row, cell in rows.items()
-        ),
-        notes=(*said, *_remarks(result)),
-    )
-
-
-def place(cell: Cell, keys: Sequence[Coordinate]) -> tuple[Any, ...]:
-    """Where the paper's cell stands: two of its sizes stay apart, even if a scale gives both the same."""
-    return tuple(coordinate(cell.original, key) for key in keys)
-
-
-def label(cell: Cell, key: Coordinate) -> Label:
-    ours, paper = (written(key, coordinate(config, key)) for config in (cell.config, cell.original))
-    return Label(ours, paper if paper != ours else "")
-
-
-def written(key: Coordinate, value: int | str | bool | None) -> str:
-    """A coordinate as a table's heading shows it: slots as a square where they are one."""
-    if value is None:
-        return NONE
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if key == "slots" and isinstance(value, int):
-        side = math.isqrt(value)
-        return NO_MEMORY if not value else f"{side}²" if side**2 == value else f"{value:,}"
-    return str(value)
-
-
-def number(measure: Measure, value: float | None) -> str:
-    return NONE if value is None else f"{value:,.{DIGITS[measure]}f}"
-
-
-def notes(result: GridResult) -> dict[str, list[CellResult]]:
-    """Why cells have no number or fewer seeds than asked, each with the cells it is said of."""
-    said: dict[str, list[CellResult]] = {}
-    for one in result.cells:
-        if text := missing(one):
-            said.setdefault(text, []).append(one)
-    everything = len(result.cells) > 1
-    return {
-        f"{text}: {'every cell' if everything and len(cells) == len(result.cells) else names(cells)}": cells
-        for text, cells in said.items()
-    }
-
-
-def names(cells: Sequence[CellResult]) -> str:
-    return ", ".join(one.cell.name for one in cells)
-
-
-def missing(one: CellResult) -> str:
-    """What a cell lacks and why, in a few words; empty if it has all."""
-    lacking = [run for run in one.runs if (run.state != "finished" if one.cell.trained else run.speed is None)]
-    if not lacking:
-        return ""
-    if not one.cell.trained:
-        return "not timed yet"
-    texts: dict[str, list[int]] = {}
-    for run in lacking:
-        texts.setdefault(_why(run), []).append(run.seed)
-    if len(texts) == 1 and len(lacking) == len(one.runs):
-        return next(iter(texts))
-    return "; ".join(f"seed {', '.join(map(str, seeds))} {text}" for text, seeds in texts.items())
-
-
-def _why(run: Result) -> str:
-    if run.state == "running":
-        step = max((r.get("step", 0) for r in run.metrics), default=0)
-        return f"running, step {step:,} of {run.config.optim.steps:,}"
-    return f"{run.state} ({' '.join(run.reason.split())})" if run.reason else run.state
-
-
-def best_cells(result: GridResult, printed: bool = False) -> list[CellResult]:
-    """Those of the lowest perplexity, ours or the paper's: of each dimension if columns tell it apart, else of all."""
-    columns = result.grid.settings.columns
-    scopes: dict[Any, list[tuple[float, CellResult]]] = {}
-    for one in result.cells:
-        value = one.cell.printed.perplexity if printed else one.mean("perplexity")
-        if value is not None:
-            scope = place(one.cell, ("dim",)) if "dim" in columns else ()
-            scopes.setdefault(scope, []).append((value, one))
-    return [min(scope, key=lambda found: found[0])[1] for scope in scopes.values() if len(scope) > 1]
-
-
-def _entry(
-    one: CellResult, measure: Measure, first: bool, best: tuple[bool, bool], said: dict[str, list[CellResult]]
-) -> Entry:
-    mean, spread = one.mean(measure), one.spread(measure)
-    note = next((i for i, cells in enumerate(said.values(), start=1) if one in cells), None) if first else None
-    ours = number(measure, mean)
-    if mean is None and note:
-        ours = one.runs[0].state if one.cell.trained else "not timed"
-    return Entry(
-        ours,
-        "" if spread is None else number(measure, spread),
-        number(measure, getattr(one.cell.printed, measure)),
-        best[0] and measure == "perplexity",
-        best[1] and measure == "perplexity",
-        note,
-    )
-
-
-def _group(cell: Cell, columns: Sequence[Coordinate]) -> Label:
-    ours = phrases(cell, columns, short=True)
-    theirs = [label(cell, key).paper for key in columns]
-    return Label(ours, ", ".join(filter(None, theirs)))
-
-
-def phrases(cell: Cell, keys: Sequence[Coordinate], short: bool = False) -> str:
-    """Where a cell stands, in words: `16 layers, dimension 1024`; unless `short`, with the paper's sizes in brackets."""
-    labels = {key: label(cell, key) for key in keys if coordinate(cell.config, key) is not None}
-    texts = {key: one.ours if short else str(one) for key, one in labels.items()}
-    return ", ".join(PHRASES[key].format(text) if text != NO_MEMORY else text for key, text in texts.items())
-
-
-def _remarks(result: GridResult) -> list[str]:
-    remarks = []
-    timed = [one for one in result.cells if not one.cell.trained]
-    if timed and "perplexity" in result.grid.settings.measures:
-        remarks.append(f"timed but not trained, as in the paper: {names(timed)}")
-    if "kwords_per_s" in result.grid.settings.measures and (how := speeds(result)):
-        remarks.append(f"words/s at inference, measured on {'; '.join(how)}")
-    return remarks
-
-
-def speeds(result: GridResult) -> list[str]:
-    """Each way in which words a second were measured: device, precision and batch."""
-    found = [run.speed for one in result.cells for run in one.runs if run.speed]
-    shape = "{device}, {precision}, {batch_windows} windows of {context} tokens"
-    return list(dict.fromkeys(shape.format(**speed) for speed in found))
-
-
-def prose(text: str) -> str:
-    """As print has it: 512^2 with its exponent raised."""
-    return text.replace("^2", "²")
+from pkm.grid import coordinate
+from pkm.report.layout import AXES, MEASURES, NONE, Entry, layout, missing, prose
+from pkm.report.results import GridResult
 
 
 def grid_table(result: GridResult) -> str:
@@ -268,7 +21,7 @@ def grid_table(result: GridResult) -> str:
     for row in table.rows:
         entries = [e for group in row.groups for e in group or [None] * len(table.measures)]
         body.append([*map(str, row.labels), *("" if e is None else _markdown(e) for e in entries)])
-    lines = [*legend(result), *(f"[{i}] {note}" if i else note for i, note in numbered(table, result))]
+    lines = [*table.legend, *(f"[{i}] {note}" if i else note for i, note in table.notes)]
     text = markdown_table([escaped(head) for head in (*table.axes, *columns)], body)
     return text + "\n" + "\n".join(f"- {escaped(line)}" for line in lines) + "\n"
 
@@ -284,21 +37,6 @@ def _markdown(entry: Entry) -> str:
 def escaped(text: str) -> str:
     """Markdown that reads as `text`."""
     return re.sub(r"([\\`*_|<>])", r"\\\1", " ".join(text.split()))
-
-
-def legend(result: GridResult) -> list[str]:
-    seeds = len(result.seeds)
-    lines = ["ours, in brackets the paper's"]
-    if "perplexity" in result.grid.settings.measures and len(result.cells) > 1:
-        scope = " of each dimension" if "dim" in result.grid.settings.columns else ""
-        lines = [f"{lines[0]}; the lowest perplexity{scope} is bold"]
-    return [*lines, f"mean ± standard deviation over {seeds} seeds"] if seeds > 1 else lines
-
-
-def numbered(table: Layout, result: GridResult) -> list[tuple[int, str]]:
-    """The notes with the numbers that entries point to; 0 for those that none points to."""
-    pointed = len(notes(result))
-    return [(i if i <= pointed else 0, note) for i, note in enumerate(table.notes, start=1)]
 
 
 LATEX = {
@@ -330,7 +68,7 @@ def latex_table(result: GridResult) -> str:
         "% needs \\usepackage{booktabs}",
         "\\begin{table*}[t]",
         f"\\caption{{\\textbf{{{latex(result.grid.settings.title)}.}} {latex(prose(result.grid.settings.about))} "
-        f"{latex('; '.join(legend(result)).capitalize())}.}}",
+        f"{latex('; '.join(table.legend).capitalize())}.}}",
         f"\\label{{tab:{re.sub('[^a-z0-9]+', '-', result.grid.name.lower())}}}",
         "\\centering",
         "\\scriptsize\\setlength{\\tabcolsep}{3pt}" if wide else "\\small",
@@ -350,7 +88,7 @@ def latex_table(result: GridResult) -> str:
         texts = [" & " if e is None else _latex(e) for e in entries]
         lines.append(" & ".join([*(latex(str(one)) for one in row.labels), *texts]) + r" \\")
     lines += ["\\bottomrule", "\\end{tabular}"]
-    for i, note in numbered(table, result):
+    for i, note in table.notes:
         mark = f"\\textsuperscript{{{i}}}" if i else ""
         lines.append(f"\\par\\smallskip\\footnotesize {mark}{latex(note)}")
     return "\n".join([*lines, "\\end{table*}"]) + "\n"
