@@ -31,10 +31,13 @@ setup(
     ],
     extras_require={
         "faiss": ["faiss-cpu"],
+        "report": ["jinja2", "matplotlib"],
         "slurm": ["submitit"],
         "test": [
             "faiss-cpu",
             "hypothesis",
+            "jinja2",
+            "matplotlib",
             "mypy",
             "pytest",
             "ruff",
