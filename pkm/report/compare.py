@@ -1,0 +1,443 @@
+"""Any runs side by side, going on or done: the settings in which they differ, what they measured, their curves overlaid."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import importlib.util
+import io
+import json
+import math
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from pkm import configfile
+from pkm.config import Config
+from pkm.errors import UserError
+from pkm.lock import lives
+from pkm.report.plots import COLOURS, DASHES, Plot, add_legend, canvas, dark, finished, ticks_in_plain_numbers
+from pkm.report.results import read_metrics
+from pkm.report.tables import markdown_table
+from pkm.run import read_status
+
+HERE = Path(__file__).parent
+Over = Literal["step", "tokens", "time"]
+AXES: dict[Over, str] = {
+    "step": "steps",
+    "tokens": "millions of tokens trained on",
+    "time": "minutes of training, without evaluations and pauses",
+}
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A column of the table: what was measured of a run, None where it was not."""
+
+    name: str
+    """In a CSV file's head."""
+    heading: str
+    digits: int
+    """After the point."""
+    of: Callable[[Run], float | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's directory holds now."""
+
+    label: str
+    """As much of the end of its path as tells it from the others."""
+    directory: Path
+    settings: dict[str, str]
+    """By dotted key; a section that the run does without is "none"."""
+    state: str
+    reason: str
+    """Why it stopped or failed; empty otherwise."""
+    records: list[dict[str, Any]]
+    """Of its metrics.jsonl."""
+    report: dict[str, Any] | None
+    """Its report.json, once it is finished."""
+    speed: dict[str, Any] | None
+    """Words a second: its speed.json, else its report's."""
+    corpus: str | None
+    """Fingerprint of what it is trained on; None if that cannot be told."""
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record.get("kind") == kind]
+
+    @property
+    def step(self) -> int:
+        return max((record.get("step", 0) for record in self.records), default=0)
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The validation record of the lowest perplexity; empty before the first."""
+        valid = [record for record in self.of_kind("valid") if record.get("perplexity") is not None]
+        return min(valid, key=lambda record: record["perplexity"], default={})
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """On the test split; empty before the report."""
+        return self.report["evaluation"] if self.report else {}
+
+    def of_memories(self, key: str) -> float | None:
+        """A mean over its memories: on test, before the report in the newest validation."""
+        newest = (self.of_kind("valid") or [{}])[-1]
+        memories = (self.evaluation or newest).get("memories") or {}
+        return statistics.fmean(memory[key] for memory in memories.values()) if memories else None
+
+
+def _training_speed(run: Run) -> float | None:
+    # The first record counts what happens once: compilation, caches.
+    found = [r["tokens_per_second"] for r in run.of_kind("train")[1:] if r.get("tokens_per_second")]
+    return statistics.median(found) if found else None
+
+
+def _peak_memory(run: Run) -> float | None:
+    found = [r["peak_memory_bytes"] / 2**30 for r in run.of_kind("train") if r.get("peak_memory_bytes")]
+    return max(found) if found else None
+
+
+MEASURED = (
+    Measured("best_valid_perplexity", "best valid ppl", 2, lambda run: run.best.get("perplexity")),
+    Measured("best_step", "at step", 0, lambda run: run.best.get("step")),
+    Measured("test_perplexity", "test ppl", 2, lambda run: run.evaluation.get("perplexity")),
+    Measured("test_word_perplexity", "test ppl per word", 1, lambda run: run.evaluation.get("word_perplexity")),
+    Measured("usage_percent", "usage %", 1, lambda run: run.of_memories("percent")),
+    Measured("kl", "KL", 2, lambda run: run.of_memories("kl")),
+    Measured("words_per_second", "words/s", 0, lambda run: (run.speed or {}).get("words_per_second")),
+    Measured("training_tokens_per_second", "tokens/s in training", 0, _training_speed),
+    Measured("peak_memory_gib", "peak GiB", 2, _peak_memory),
+)
+
+
+# Runs on disk.
+
+
+def find(names: Sequence[str], root: Path) -> list[Path]:
+    """The run directories that are meant by paths, names below `root` or globs of either; a folder means all runs in it.
+
+    UserError for one that means none, with the nearest names there are.
+    """
+    found: dict[Path, Path] = {}
+    for name in names:
+        mine = [run for place in (Path(), root) for path in _matching(place, name) for run in _runs_in(path)]
+        if not mine:
+            known = [str(run.relative_to(root)) for run in _runs_in(root)]
+            near = difflib.get_close_matches(name, known, 3, 0.5) or [run for run in known if name in run][:3]
+            if near:
+                fix = f"did you mean {' or '.join(near)}?"
+            else:
+                fix = (
+                    f"{root} holds {', '.join(known[:8])}{' ...' if known[8:] else ''}" if known else "train one first"
+                )
+            raise UserError(f"no run is called {name!r}, here or below {root}", "RUN", fix)
+        found |= {run.resolve(): run for run in mine if run.resolve() not in found}
+    return list(found.values())
+
+
+def _matching(place: Path, name: str) -> list[Path]:
+    path = place / Path(name).expanduser()
+    if path.exists() or not any(c in name for c in "*?["):
+        return [path]
+    anchor = Path(path.anchor)
+    return sorted(anchor.glob(str(path.relative_to(anchor))))
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The directory itself, if it is a run's; else those below it, in the order of their names."""
+    if (path / "config.yaml").is_file():
+        return [path]
+    if not path.is_dir():
+        return []
+    below = sorted(entry for entry in path.iterdir() if entry.is_dir() and entry.name != "checkpoints")
+    return [run for entry in below for run in _runs_in(entry)]
+
+
+def read(directories: Sequence[Path]) -> list[Run]:
+    """Runs as they are now; UserError if a config.yaml cannot be read."""
+    labels = [path.resolve().parts for path in directories]
+    parts = 1
+    while len({label[-parts:] for label in labels}) < len(labels):
+        parts += 1
+    return [read_run(path, "/".join(label[-parts:])) for path, label in zip(directories, labels, strict=True)]
+
+
+def read_run(directory: Path, label: str) -> Run:
+    status = read_status(directory)
+    state = status.get("state", "not begun")
+    here = status.get("host") == socket.gethostname()
+    if state == "running" and here and not lives(status.get("pid", 0)):
+        state = "interrupted"
+    report, speed = (_json(directory / name) for name in ("report.json", "speed.json"))
+    report = report if state == "finished" else None
+    return Run(
+        label,
+        directory,
+        read_settings(directory / "config.yaml"),
+        state,
+        " ".join(str(status.get("reason") or "").split()) if state in ("stopped", "failed") else "",
+        read_metrics(directory),
+        report,
+        speed or (report or {}).get("speed"),
+        _corpus(directory),
+    )
+
+
+def read_settings(file: Path) -> dict[str, str]:
+    """Every setting, also those that its version of the schema did not know yet; as it stands, if today's refuses it."""
+    try:
+        tree = configfile.load(file, (), Config).config.model_dump(mode="json")
+    except UserError:
+        try:
+            tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError):
+            tree = None
+        if not isinstance(tree, dict):
+            raise
+    return {key: value for key, value in _flat("", tree) if key not in ("name", "runs")}
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        if key == "memory":
+            yield key, _in_short(value)
+        for inner, below in value.items():
+            yield from _flat(f"{key}.{inner}" if key else str(inner), below)
+    else:
+        yield key, "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+IN_SHORT = ("memory.layers", "memory.count", "memory.sub_keys", "memory.slots")
+
+
+def _in_short(memory: Mapping[str, Any]) -> str:
+    side = memory.get("sub_keys")
+    slots = f"{side}^2" if side else f"{memory.get('slots'):,} flat" if memory.get("slots") else "?"
+    where = memory.get("layers")
+    return f"{slots} at {', '.join(map(str, where))}" if where else f"{slots} x {memory.get('count')}"
+
+
+def _corpus(directory: Path) -> str | None:
+    """Its newest checkpoint knows; before the first, the corpus itself does, if it is still there."""
+    manifests = sorted(directory.glob("checkpoints/step-*/manifest.json"), reverse=True)
+    for manifest in manifests:
+        fingerprint = ((_json(manifest) or {}).get("record") or {}).get("corpus")
+        if isinstance(fingerprint, str):
+            return fingerprint
+    try:
+        path = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))["corpus"]["path"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    return (_json(Path(path) / "manifest.json") or {}).get("fingerprint")
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+# The table.
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The settings, by dotted key, that are not the same in all runs that have them."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    everywhere = all(run.settings.get("memory", "none") != "none" for run in runs)
+    for key in ("memory",) if everywhere else IN_SHORT:
+        keys.pop(key, None)
+    return [key for key in keys if len({run.settings[key] for run in runs if key in run.settings}) > 1]
+
+
+def shared(runs: Sequence[Run]) -> dict[str, str]:
+    """The settings that all runs have alike."""
+    first, *others = (run.settings for run in runs)
+    same = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    return {key: value for key, value in same.items() if key != "memory" or value == "none"}
+
+
+def headings(runs: Sequence[Run]) -> list[str]:
+    return ["run", "state", "step", *differing(runs), *(column.heading for column in MEASURED)]
+
+
+def rows(runs: Sequence[Run]) -> list[list[str]]:
+    """A run each, under `headings`."""
+    keys = differing(runs)
+    return [
+        [
+            run.label,
+            f"{run.state}: {run.reason}" if run.reason else run.state,
+            f"{run.step:,} of {int(steps):,}"
+            if (steps := run.settings.get("optim.steps", "")).isdigit()
+            else f"{run.step:,}",
+            *(run.settings.get(key, NONE) for key in keys),
+            *(NONE if (x := column.of(run)) is None else f"{x:,.{column.digits}f}" for column in MEASURED),
+        ]
+        for run in runs
+    ]
+
+
+def csv_text(runs: Sequence[Run]) -> str:
+    """The same with every digit, in names that a program reads."""
+    keys, text = differing(runs), io.StringIO()
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(["run", "state", "reason", "step", *keys, *(column.name for column in MEASURED)])
+    for run in runs:
+        measured = ["" if (x := column.of(run)) is None else x for column in MEASURED]
+        out.writerow(
+            [run.label, run.state, run.reason, run.step, *(run.settings.get(key, "") for key in keys), *measured]
+        )
+    return text.getvalue()
+
+
+def remarks(runs: Sequence[Run]) -> list[str]:
+    """What the reader of the numbers has to know."""
+    said = []
+    corpora = _grouped(runs, lambda run: run.corpus)
+    if len(corpora) > 1:
+        groups = "; ".join(f"{corpus[:12]}: {_few(labels)}" for corpus, labels in corpora.items())
+        said.append(f"Perplexities cannot be compared: the runs learn from different corpora ({groups}).")
+    for split, asked in (("valid", "evaluate.documents"), ("test", "evaluate.test_documents")):
+        texts = _grouped(runs, lambda run, split=split: _scored(run, split))  # type: ignore[misc]
+        if len(corpora) <= 1 and len(texts) > 1:
+            groups = "; ".join(f"{tokens:,} tokens: {_few(labels)}" for tokens, labels in texts.items())
+            said.append(
+                f"The {split} perplexities cannot be compared: they are of different texts, see {asked} ({groups})."
+            )
+    if unfinished := [run.label for run in runs if run.report is None]:
+        said.append(f"No report yet, so usage and KL are of the newest validation: {_few(unfinished)}.")
+    return said
+
+
+def _grouped(runs: Sequence[Run], by: Callable[[Run], Any]) -> dict[Any, list[str]]:
+    """Labels of runs by something that they have; those without it are left out."""
+    groups: dict[Any, list[str]] = {}
+    for run in runs:
+        if (value := by(run)) is not None:
+            groups.setdefault(value, []).append(run.label)
+    return groups
+
+
+def _few(labels: Sequence[str]) -> str:
+    return ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if labels[4:] else "")
+
+
+def _scored(run: Run, split: str) -> int | None:
+    return (run.evaluation if split == "test" else run.best).get("tokens")
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """For a terminal, and for a document."""
+    body = [[cell.replace("|", "\\|") for cell in row] for row in rows(runs)]
+    return markdown_table(headings(runs), body) + "".join(f"\n{line}\n" for line in remarks(runs))
+
+
+# Curves.
+
+
+def plots(runs: Sequence[Run], over: Over) -> tuple[list[Plot], list[str]]:
+    """Training loss, validation perplexity and usage of all runs; and in words those that nothing is known of."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return [], ["Plots are not drawn, since matplotlib is not installed: pip install 'pkm[report]'."]
+    drawn: list[Plot] = []
+    lacking: list[str] = []
+    for name, title, kind, value, logarithmic in (
+        ("train-loss", "Training loss, in nats per token", "train", lambda r: r.get("loss"), False),
+        ("valid-perplexity", "Validation perplexity", "valid", lambda r: r.get("perplexity"), True),
+        ("usage", "Memory usage in validation, in percent of the slots", "valid", _usage, False),
+    ):
+        lines = {run.label: points(run, kind, over, value) for run in runs}
+        if any(lines.values()):
+            drawn.append(plot(name, title, lines, over, logarithmic))
+        else:
+            lacking.append(f"{title}: nothing to draw, no run has measured it yet.")
+    return drawn, lacking
+
+
+def plot(
+    name: str, title: str, lines: Mapping[str, Sequence[tuple[float, float]]], over: Over, logarithmic: bool
+) -> Plot:
+    """Told apart by colour and, from the seventh on, by dashes; a run looks the same in every plot."""
+    with canvas(height=3.6) as figure:
+        axes = figure.subplots()
+        for i, (label, line) in enumerate(lines.items()):
+            style: Any = {"color": COLOURS[i % len(COLOURS)][0], "linestyle": DASHES[i // len(COLOURS) % len(DASHES)]}
+            if line:
+                marker = "o" if len(line) < 30 else ""
+                axes.plot(*zip(*line, strict=True), label=label, marker=marker, markersize=3, **style)
+        axes.set(xlabel=AXES[over], ylabel=title.partition(",")[0].lower())
+        if name == "usage":
+            axes.set_ylim(0, 105)
+        if logarithmic:
+            axes.set_yscale("log")
+            ticks_in_plain_numbers(axes)
+        add_legend(figure)
+        scale = ", on a logarithmic axis" if logarithmic else ""
+        return finished(figure, f"compare-{name}", f"{title}{scale}, over the {AXES[over]}.")
+
+
+def _usage(record: Mapping[str, Any]) -> float | None:
+    memories = record.get("memories") or {}
+    return statistics.fmean(memory["percent"] for memory in memories.values()) if memories else None
+
+
+def points(
+    run: Run, kind: str, over: Over, value: Callable[[dict[str, Any]], float | None]
+) -> list[tuple[float, float]]:
+    """(place, value) of every record of a kind that has a finite value."""
+    places = places_of(run, over)
+    found = [(places.get(r["step"]), value(r)) for r in run.of_kind(kind)]
+    return [(x, y) for x, y in found if x is not None and y is not None and math.isfinite(y)]
+
+
+def places_of(run: Run, over: Over) -> dict[int, float]:
+    """Where each step that has a record stands on the axis."""
+    steps = sorted({record["step"] for record in run.records})
+    if over == "step":
+        return {step: float(step) for step in steps}
+    batch = run.settings.get("optim.batch_tokens", "")
+    if not batch.isdigit():
+        return {}
+    if over == "tokens":
+        return {step: step * int(batch) / 1e6 for step in steps}
+    rates = {r["step"]: r["tokens_per_second"] for r in run.of_kind("train") if r.get("tokens_per_second")}
+    minutes, last, places = 0.0, 0, {}
+    for step in steps:
+        rate = (
+            next((rates[later] for later in sorted(rates) if later >= step), None) or (list(rates.values()) or [0])[-1]
+        )
+        if rate:
+            minutes += (step - last) * int(batch) / rate / 60
+            last, places[step] = step, minutes
+    return places
+
+
+def html(runs: Sequence[Run], over: Over) -> str:
+    """A page in one file that asks for no other."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    drawn, lacking = plots(runs, over)
+    return environment.get_template("compare.html").render(
+        css=(HERE / "page.css").read_text(encoding="utf-8") + dark(),
+        headings=headings(runs),
+        words=3 + len(differing(runs)),
+        rows=rows(runs),
+        remarks=remarks(runs),
+        plots=drawn,
+        lacking=lacking,
+        shared=shared(runs),
+        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    )
