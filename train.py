@@ -10,8 +10,9 @@ The same command again goes on where the run was, whatever ended it.
 import argparse
 import os
 
-from pkm.config import impossible_for, load
+from pkm.config import load
 from pkm.errors import exits_cleanly
+from pkm.impossible import impossible_for
 
 
 @exits_cleanly
@@ -60,16 +61,16 @@ def main() -> int:
 
     with Run.open(config, resolved.yaml) as run:  # directory, lock, log; refuses what cannot go on
         if run.is_finished():
-            run.say(f"{run.directory} is finished; its report is {run.directory}/report.md")
-            return 0
-        model = prepare(build_model(config, corpus.vocab.size), config).to(device)
-        optim = build_optimizers(config.optim, model)
-        state = restore(run, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
-        state = train(config, run, corpus, model, optim, state, stop)
-        if state.step == config.optim.steps:
-            with run.stops_in_report(state.step):
-                report(run, config, corpus, model, stop)
-                run.status("finished", state.step, "all steps done, report written")
+            run.show_report()
+        else:
+            model = prepare(build_model(config, corpus.vocab.size), config).to(device)
+            optim = build_optimizers(config.optim, model)
+            state = restore(run, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
+            state = train(config, run, corpus, model, optim, state, stop)
+            if state.step == config.optim.steps:
+                with run.stops_in_report(state.step):
+                    report(run, config, corpus, model, stop)
+                    run.status("finished", state.step, "all steps done, report written")
     dist.stop()
     return 0
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 
 from pkm import dist, network, sharedfiles
-from pkm.config import Config, impossible_for
+from pkm.config import Config
 from pkm.configfile import Resolved
 from pkm.doctor import examine as examine_machine
 from pkm.doctor import examine_rank
 from pkm.errors import UserError
 from pkm.finding import Finding, Status
 from pkm.gathered import Found, everyones, join, named
+from pkm.impossible import impossible_for
 from pkm.version import code_version
 
 

@@ -19,11 +19,14 @@ from pkm.run import Run
 
 
 class Clock:
-    """Tokens per second since the last log line, and the time that is left; evaluations and saves are not counted as training."""
+    """Tokens per second since the last log line, and the time that is left; evaluations and saves are not counted as training.
 
-    def __init__(self, step: int, steps: int, max_minutes: float | None = None):
+    spent    seconds of `max_minutes` that are over already
+    """
+
+    def __init__(self, step: int, steps: int, max_minutes: float | None = None, spent: float = 0.0):
         self.steps, self.started_at, self.step = steps, step, step
-        self.deadline = time.perf_counter() + 60 * max_minutes if max_minutes else None
+        self.deadline = time.perf_counter() + 60 * max_minutes - spent if max_minutes else None
         self.seconds = self.interval_seconds = 0.0
         self.interval_tokens = 0
         self.last = time.perf_counter()

@@ -25,7 +25,7 @@ STOP_FILE = "STOP"
 # Why a run was told to stop; the position is what the ranks agree on, so the last one wins where they differ.
 REASONS = (None, "time limit", f"{STOP_FILE} file", "SIGUSR1", "SIGINT", "SIGTERM", "failed save")
 # A terminal's Ctrl-C reaches a rank from the terminal and from torchrun: what comes so soon after the first is the same one.
-SAME_CTRL_C_SECONDS = 1.0
+SAME_CTRL_C_SECONDS = 5.0
 
 
 def rank() -> int:
@@ -69,6 +69,18 @@ def stop() -> None:
     """Leave the other ranks."""
     if td.is_initialized():
         td.destroy_process_group()
+
+
+def seconds_since_torchrun() -> float:
+    """How long ago torchrun began, which starts its ranks again when one dies; 0 without it, and where /proc does not tell."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0.0
+    try:
+        # After the name, which may hold anything, the 20th field: the start in ticks since boot (proc(5), starttime).
+        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return 0.0
 
 
 def share(rows: int) -> tuple[int, int]:
@@ -156,7 +168,7 @@ class StopFlag:
     """Whether the run was asked to stop: by a signal to any rank, or by a file `STOP` in its directory.
 
     The first Ctrl-C asks; a second one interrupts at once with KeyboardInterrupt. A rank of torchrun, which may hear one
-    twice, counts those of a second as one.
+    twice, counts those of SAME_CTRL_C_SECONDS as one.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

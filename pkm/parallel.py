@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -113,11 +112,11 @@ def distribute(model: Transformer) -> nn.Module:
     if dist.world_size() == 1:
         return model
     values = [f"blocks.{layer - 1}.memory.values.weight" for layer, _ in model.memories()]
-    DDP._set_params_and_buffers_to_ignore_for_model(model, values)
-    # torch 2.13 is about to rename a setting; both versions that pkm runs on take the old name.
-    warnings.filterwarnings("ignore", ".*broadcast_buffers.* is deprecated", FutureWarning)
+    # Running statistics are each rank's own. torch 2.13 renamed the setting that says so; this way all versions know it.
+    buffers = [name for name, _ in model.named_buffers()]
+    DDP._set_params_and_buffers_to_ignore_for_model(model, values + buffers)
     # Every rank has built or loaded the same weights; nothing needs to be sent before the first step.
-    wrapped = DDP(model, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False)
+    wrapped = DDP(model, gradient_as_bucket_view=True, init_sync=False)
     wrapped.register_comm_hook(None, _sum)
     return wrapped
 

@@ -162,15 +162,28 @@ class Run:
         """Whether all steps that the config asks for had been done when it was opened."""
         return self._found.get("state") == "finished" and self._found.get("step", 0) >= self.config.optim.steps
 
+    def show_report(self) -> None:
+        """Of a finished run, which has none where its corpus has no test split."""
+        path = self.directory / "report.md"
+        with files.explained(path):
+            text = path.read_text(encoding="utf-8") if path.exists() else None
+        self.say(f"{self.directory} is finished" + (f"; its report is {path}" if text else ""))
+        if text:
+            self._show(text)
+
     def say(self, line: str) -> None:
         """Show a line and append it to log.txt; only rank 0 does."""
+        if dist.is_main():
+            self._show(line)
+            self._log(line)
+
+    def _show(self, text: str) -> None:
         if not dist.is_main():
             return
         if self.console.is_terminal:
-            self.console.print(line)
+            self.console.print(text)
         else:
-            print(line, flush=True)
-        self._log(line)
+            print(text, flush=True)
 
     def _log(self, line: str) -> None:
         # A full disk is reported by what must be written; the log need not be.

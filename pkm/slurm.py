@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pkm import files
-from pkm.config import Config, impossible_for, load
+from pkm.config import Config, load
 from pkm.configfile import Resolved
 from pkm.count import vocab_size_of
 from pkm.errors import UserError, UserErrors
+from pkm.impossible import impossible_for
 
 TIME = "minutes, hours:minutes:seconds, days-hours or days-hours:minutes:seconds"
 SHORTEST_MINUTES = 5.0

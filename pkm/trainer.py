@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pkm import dist
 from pkm.checkpoint import Loaded
 from pkm.config import Config
-from pkm.console import Clock, log_line, peak_memory, progress, start_line, valid_line
+from pkm.console import Clock, duration, log_line, peak_memory, progress, start_line, valid_line
 from pkm.corpus.batches import TrainingBatches
 from pkm.corpus.store import Corpus
 from pkm.count import flops
@@ -89,12 +89,15 @@ def train(
             "the corpus has no training text", str(corpus.path), "prepare it from sources that are not empty"
         )
     batches = TrainingBatches(corpus.train, config.corpus.context, config.sequences, config.seed)
-    clock = Clock(state.step, steps, config.max_minutes)
+    spent = dist.seconds_since_torchrun()
+    clock = Clock(state.step, steps, config.max_minutes, spent)
     module, rows = distribute(model), dist.share(config.sequences)
     work, peak = flops(config, corpus.vocab.size).training, peak_flops(device, precision)
     model.train()
     run.status("running", state.step)
     run.say(start_line(model, device, precision, state.step))
+    if config.max_minutes and spent:
+        run.say(f"{duration(spent)} since torchrun began, of max_minutes = {config.max_minutes:g}")
     if dist.world_size() > 1:
         rehearse(config, module, model, batches.slice(0, *rows), precision)
 

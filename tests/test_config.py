@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pkm import config as schema
-from pkm.config import Config, MemoryConfig, impossible, impossible_for, load
+from pkm.config import Config, MemoryConfig, load
 from pkm.errors import UserErrors
+from pkm.impossible import IMPOSSIBLE, impossible, impossible_for
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIGS = REPOSITORY / "configs"
@@ -67,10 +67,10 @@ class TestImpossible:
             config(tmp_path, MINIMAL + MEMORY, *overrides)
         (error,) = caught.value.errors
         assert f"{key}: " in error.what and error.fix
-        assert schema.IMPOSSIBLE[number][0] == key
+        assert IMPOSSIBLE[number][0] == key
 
     def test_every_rule_has_a_case(self) -> None:
-        assert [rule[0] for rule in schema.IMPOSSIBLE] == [key for key, _ in BREAKS]
+        assert [rule[0] for rule in IMPOSSIBLE] == [key for key, _ in BREAKS]
 
     def test_the_line_to_blame_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(UserErrors) as caught:

@@ -25,5 +25,10 @@ def test_a_clock_stops_in_time_for_the_longest_save():
     assert clock.must_stop(41.0, saving=False)
 
 
+def test_a_clock_of_ranks_that_were_started_again_has_what_is_left_of_the_limit():
+    assert not Clock(step=5, steps=10, max_minutes=10, spent=500).must_stop(0.0, saving=False)
+    assert Clock(step=5, steps=10, max_minutes=10, spent=600).must_stop(0.0, saving=False)
+
+
 def test_durations_read_as_a_clock():
     assert [duration(s) for s in (3725, 59.6, 0)] == ["1:02:05", "1:00", "0:00"]

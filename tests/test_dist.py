@@ -1,5 +1,6 @@
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from pkm import dist
 from pkm.dist import StopFlag
 from pkm.errors import ToldElsewhere, UserError
 from tests.forked import on_ranks
+
+IMPORTED = time.perf_counter()
 
 
 @pytest.fixture
@@ -117,12 +120,23 @@ def test_a_ctrl_c_that_arrives_twice_at_a_rank_of_torchrun_is_one(monkeypatch, t
     monkeypatch.setattr(dist.time, "monotonic", lambda: now[0])
     flag = StopFlag()
     flag._handle(signal.SIGINT, None)
-    now[0] += 0.9
+    now[0] += 4.9
     flag._handle(signal.SIGINT, None)
     assert flag.requested(tmp_path) == "SIGINT"
     now[0] += 0.2
     with pytest.raises(KeyboardInterrupt):
         flag._handle(signal.SIGINT, None)
+
+
+def test_the_age_of_torchrun_is_that_of_the_process_that_started_this_one(monkeypatch):
+    assert dist.seconds_since_torchrun() == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    youngest = time.perf_counter() - IMPORTED
+    first, second = dist.seconds_since_torchrun(), dist.seconds_since_torchrun()
+    assert youngest < first <= second < time.clock_gettime(time.CLOCK_BOOTTIME)
+    monkeypatch.setattr(os, "getppid", lambda: 2**30)  # there is none
+    assert dist.seconds_since_torchrun() == 0
 
 
 def test_a_check_raises_why_the_run_has_to_stop(tmp_path):

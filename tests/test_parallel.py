@@ -1,5 +1,6 @@
 """Several ranks give what one gives: tensor by tensor, since a gradient off by a factor is nearly invisible after Adam."""
 
+import functools
 import subprocess
 import sys
 
@@ -8,34 +9,60 @@ import torch
 
 from tests.ranks import CASES, measure
 
+# On four processes, what on two says all there is to say of what else may be asked for.
+ON_FOUR = [case for case in CASES if case.endswith(("-plain", "-accumulated"))]
 
-@pytest.fixture(scope="module", params=[2, 4])
-def on_ranks(request, tiny_corpus_path, tmp_path_factory):
-    """CASE -> what `measure` found, on 2 and on 4 processes that talk by gloo."""
-    out = tmp_path_factory.mktemp("ranks") / "found.pt"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    command = [*torchrun, "-m", "tests.ranks", str(tiny_corpus_path), str(out), *CASES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+@functools.cache
+def on_ranks(ranks, corpus, out):
+    """CASE -> what `measure` found on that many processes, which talk by gloo."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*torchrun, "-m", "tests.ranks", str(corpus), str(out), *(ON_FOUR if ranks == 4 else CASES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out, weights_only=True)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_find_the_losses_gradients_and_usage_of_one_process(on_ranks, tiny_corpus_path, case):
-    found, alone = on_ranks[case], measure(tiny_corpus_path, case)
-    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-    for ours, theirs in zip(found["norms"], alone["norms"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
-    for ours, theirs in zip(found["gradients"], alone["gradients"], strict=True):
+@functools.cache
+def alone(corpus, case):
+    # Neither compiling nor recomputing may change what is found: they are held to a model that does without.
+    return measure(corpus, case.replace("-compiled", "-plain").replace("-recomputed", "-plain"))
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(2, case) for case in CASES] + [(4, case) for case in ON_FOUR])
+def test_ranks_find_the_losses_gradients_and_usage_of_one_process(tiny_corpus_path, out, ranks, case):
+    found, expected = on_ranks(ranks, tiny_corpus_path, out / f"{ranks}.pt")[case], alone(tiny_corpus_path, case)
+    # Of bf16's 8 bits the last are lost where a rank's own sum is rounded, before the others' is added.
+    half = case.endswith("bf16")
+    coarse = 100 if half else 1
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5 * coarse)
+    for ours, theirs in zip(found["norms"], expected["norms"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4 * coarse)
+    for ours, theirs in zip(found["gradients"], expected["gradients"], strict=True):
         assert ours.keys() == theirs.keys()
         for name in ours:
-            torch.testing.assert_close(
-                ours[name], theirs[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            if half:
+                assert (ours[name] - theirs[name]).norm() < 0.03 * theirs[name].norm() + 1e-3, name
+            else:
+                torch.testing.assert_close(
+                    ours[name], theirs[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+                )
+        if half:
+            break  # from here on Adam has taken whole steps along gradients that are zero but for rounding
     assert [u for pair in found["usage"] for u in pair] == pytest.approx(
-        [u for pair in alone["usage"] for u in pair], rel=1e-4
+        [u for pair in expected["usage"] for u in pair], rel=1e-4 * coarse
     )
-    assert found["valid"][0] == pytest.approx(alone["valid"][0], rel=1e-5)
+    assert found["valid"][0] == pytest.approx(expected["valid"][0], rel=1e-5 * coarse)
     # Later ones are wider apart: where a gradient is zero but for rounding (a key's bias), Adam takes a whole step.
-    for ours, theirs in zip(found["valid"], alone["valid"], strict=True):
+    for ours, theirs in zip(found["valid"], expected["valid"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(2, case) for case in CASES] + [(4, case) for case in ON_FOUR])
+def test_what_every_rank_holds_stays_the_same_on_all_to_the_last_bit(tiny_corpus_path, out, ranks, case):
+    assert on_ranks(ranks, tiny_corpus_path, out / f"{ranks}.pt")[case]["replicas differ in"] == []

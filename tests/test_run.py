@@ -135,6 +135,16 @@ def test_a_finished_run_is_finished_until_more_steps_are_asked_for(opened):
         assert not run.is_finished()
 
 
+def test_a_finished_run_shows_its_report_if_it_has_one_and_does_not_log_it_again(opened, capsys):
+    with opened() as run:
+        run.show_report()
+        assert capsys.readouterr().out == f"{run.directory} is finished\n"
+        (run.directory / "report.md").write_text("| perplexity | 12.34 |\n")
+        run.show_report()
+        assert "| perplexity | 12.34 |" in capsys.readouterr().out
+        assert "12.34" not in (run.directory / "log.txt").read_text()
+
+
 def test_a_stop_file_is_gone_once_it_was_obeyed(opened):
     with opened() as run:
         (opened.directory / "STOP").touch()

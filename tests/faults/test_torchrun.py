@@ -1,6 +1,7 @@
 """torchrun itself: what it does to its ranks when one dies, and when it is told to stop."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,12 +35,15 @@ def until(process, text):
 
 
 def test_a_rank_that_dies_is_restarted_with_the_others_and_the_run_ends_bit_identical(runs):
-    fault = ("1", "checkpoint:in-shard#45", str(runs.settings("run")))
+    fault = ("1", "checkpoint:in-shard#45", str(runs.settings("run")), "max_minutes=1000")
     process = torchrun("--max-restarts=1", "-m", "tests.faulty", *fault)
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert "took over from process" not in output  # the rank that held the lock was not the one that died
     assert "rank 0 lost another rank" in runs.log("run")
+    times = re.findall(r"(\d+):(\d\d) since torchrun began, of max_minutes = 1000", runs.log("run"))
+    before, after = (60 * int(minutes) + int(seconds) for minutes, seconds in times)
+    assert before < after  # the limit is not counted anew
     assert runs.status("run")[0] == "finished"
     runs.finish(2, "whole")
     assert runs.outcome("run") == runs.outcome("whole")

@@ -63,12 +63,13 @@ def test_resuming_twice_replays_nothing(runs):
     assert runs.outcome("twice", other_saves=True) == runs.outcome("whole", other_saves=True)
 
 
-def test_a_finished_run_says_so_and_exits_0_and_changes_nothing(runs):
+def test_a_finished_run_says_so_prints_its_report_again_and_changes_nothing(runs):
     before = {
         p: p.read_bytes() for p in runs.directory("whole").rglob("*") if p.is_file() and p.name not in ("log.txt",)
     }
     ended = runs.run("whole")
     assert ended.code == 0 and "finished" in ended.out and ended.err == ""
+    assert (runs.directory("whole") / "report.md").read_text() in ended.out
     assert before == {path: path.read_bytes() for path in before}
 
 
