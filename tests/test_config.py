@@ -1,4 +1,4 @@
-"""The schema of a run and the files that ship: defaults, combinations that cannot be, the paper's tables."""
+"""The schema of a run and the files that ship: defaults, what follows from settings, the paper's tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import yaml
 
 from pkm.config import Config, MemoryConfig, load
 from pkm.errors import UserErrors
-from pkm.impossible import IMPOSSIBLE, impossible, impossible_for
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIGS = REPOSITORY / "configs"
@@ -32,89 +31,6 @@ def config(tmp_path: Path, text: str, *overrides: str) -> Config:
 
 def shipped_id(path: Path) -> str:
     return str(path.relative_to(CONFIGS))
-
-
-# One case for each rule of IMPOSSIBLE, in its order: overrides of a good config that break it.
-BREAKS: list[tuple[str, list[str]]] = [
-    ("model.heads", ["model.heads=7"]),
-    ("optim.batch_tokens", ["optim.batch_tokens=100"]),
-    ("evaluate.stride", ["evaluate.stride=65"]),
-    ("memory.layers", ["memory.count=1"]),
-    ("memory.layers", ["memory.layers=[]"]),
-    ("memory.layers", ["memory.layers=[5, 7]"]),
-    ("memory.layers", ["memory.layers=[5, 3]"]),
-    ("memory.count", ["memory.layers=null", "memory.count=4"]),
-    ("memory.sub_keys", ["memory.sub_keys=null"]),
-    ("memory.slots", ["memory.slots=4096"]),
-    ("memory.slots", ["memory.keys=flat", "memory.sub_keys=null"]),
-    ("memory.sub_keys", ["memory.keys=flat", "memory.slots=64"]),
-    ("memory.knn", ["memory.knn=65"]),
-    ("memory.knn", ["memory.keys=flat", "memory.sub_keys=null", "memory.slots=20"]),
-    ("memory.query.dim", ["memory.query.dim=7"]),
-    ("optim.values.clip", ["optim.values.update=fused", "optim.values.clip=1"]),
-    ("optim.values.update", ["optim.values.update=fused", "precision=fp16"]),
-    ("optim.values.dtype", ["optim.values.update=dense", "optim.values.dtype=bf16"]),
-    ("optim.values.state_dtype", ["optim.values.update=dense", "optim.values.state_dtype=bf16"]),
-]
-
-
-class TestImpossible:
-    @pytest.mark.parametrize(("number", "key", "overrides"), [(i, *case) for i, case in enumerate(BREAKS)])
-    def test_each_rule_refuses_its_case_and_no_other_does(
-        self, tmp_path: Path, number: int, key: str, overrides: list[str]
-    ) -> None:
-        with pytest.raises(UserErrors) as caught:
-            config(tmp_path, MINIMAL + MEMORY, *overrides)
-        (error,) = caught.value.errors
-        assert f"{key}: " in error.what and error.fix
-        assert IMPOSSIBLE[number][0] == key
-
-    def test_every_rule_has_a_case(self) -> None:
-        assert [rule[0] for rule in IMPOSSIBLE] == [key for key, _ in BREAKS]
-
-    def test_the_line_to_blame_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(UserErrors) as caught:
-            config(tmp_path, MINIMAL + "memory:\n  layers: [5]\n  sub_keys: 64\n  knn: 100\n")
-        assert caught.value.errors[0].where == f"{tmp_path}/c.yaml:8"
-
-    def test_a_batch_smaller_than_the_ranks_is_refused(self, tmp_path: Path) -> None:
-        small = config(tmp_path, MINIMAL)
-        assert impossible_for(small, 8) == []
-        ((key, what, fix),) = impossible_for(small, 9)
-        assert key == "optim.batch_tokens" and "fewer than the 9 ranks" in what and "576" in fix
-
-    @pytest.mark.parametrize(
-        ("ranks", "overrides", "keys"),
-        [
-            (1, ["optim.values.update=fused"], []),
-            (8, ["optim.values.update=fused", "parallel.values=sharded"], []),
-            (8, ["optim.values.update=fused"], ["optim.values.update"]),
-            (1, ["optim.values.update=fused", "optim.micro_batch=4"], ["optim.micro_batch"]),
-            (2, ["optim.values.update=fused", "optim.micro_batch=4", "parallel.values=sharded"], []),
-            (8, ["parallel.values=sharded", "model.dim=72"], []),
-            (8, ["parallel.values=sharded", "model.dim=68", "model.heads=4"], ["parallel.values"]),
-            (8, ["optim.values.clip=1", "optim.micro_batch=1", "precision=fp16", "compile=true"], []),
-        ],
-    )
-    def test_what_some_numbers_of_ranks_cannot_do_is_refused_by_name(
-        self, tmp_path: Path, ranks: int, overrides: list[str], keys: list[str]
-    ) -> None:
-        found = impossible_for(config(tmp_path, MINIMAL + MEMORY, *overrides), ranks)
-        assert [key for key, _, _ in found] == keys
-
-    def test_what_turns_out_impossible_later_is_refused_with_its_line(self, tmp_path: Path) -> None:
-        path = tmp_path / "c.yaml"
-        path.write_text(MINIMAL)
-        resolved = load(path)
-        resolved.refuse(impossible_for(resolved.config, 8))
-        with pytest.raises(UserErrors, match=r"c.yaml:3: optim.batch_tokens: 512 tokens are 8 windows"):
-            resolved.refuse(impossible_for(resolved.config, 9))
-
-    def test_a_config_made_in_code_is_held_to_the_same_rules(self) -> None:
-        good = Config.model_validate(yaml.safe_load(MINIMAL))
-        assert impossible(good) == []
-        bad = good.model_copy(update={"memory": MemoryConfig(layers=(9,), sub_keys=8, knn=9)})
-        assert [key for key, _, _ in impossible(bad)] == ["memory.layers", "memory.knn"]
 
 
 class TestDerived:

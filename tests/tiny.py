@@ -35,14 +35,15 @@ def tiny_config(**sections: Any) -> Config:
         "device": "cpu",
         "threads": 1,
     }
-    return Config.model_validate(_merge(base, sections))
+    return Config.model_validate(merged(base, sections))
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the settings of `over`, section by section."""
+    both = dict(base)
     for key, value in over.items():
-        merged[key] = _merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
-    return merged
+        both[key] = merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+    return both
 
 
 def random_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
