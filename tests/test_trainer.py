@@ -3,11 +3,13 @@ import json
 import pytest
 import torch
 
+from pkm import trainer
 from pkm.checkpoint import Checkpoints
 from pkm.errors import UserError
 from pkm.evaluate import evaluate
 from pkm.metrics import read
 from pkm.model import Transformer
+from pkm.optim import LossScale
 from pkm.trained import load_trained
 from tests.tiny import everything, random_corpus
 
@@ -28,10 +30,24 @@ def nan_at(monkeypatch):
     return inject
 
 
+@pytest.fixture
+def fp16(monkeypatch):
+    """Autocast to fp16 and loss scaling where there is no GPU: a CPU computes it as well, only slowly."""
+
+    def begin(scale):
+        monkeypatch.setattr(trainer, "pick_precision", lambda config, device: "fp16")
+        monkeypatch.setattr(LossScale, "INITIAL", scale)
+
+    return begin
+
+
+def losses(directory):
+    return [r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"]
+
+
 def test_a_model_learns(train):
     _, _, _, directory = train(optim={"steps": 60})
-    losses = [r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"]
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses(directory)[-1] < 0.7 * losses(directory)[0]
 
 
 def test_metrics_carry_what_a_researcher_looks_for(train):
@@ -55,6 +71,34 @@ def test_a_skipped_step_leaves_no_trace_but_its_number(train, nan_at, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_fp16_with_a_scaled_loss_learns_as_fp32_does(train, fp16):
+    *_, exact = train(name="fp32", log={"every_steps": 1})
+    fp16(scale=2.0**10)
+    *_, directory = train(name="fp16", log={"every_steps": 1})
+    assert losses(directory) == pytest.approx(losses(exact), rel=2e-2)
+
+
+def test_a_loss_scale_too_large_skips_steps_until_it_fits_and_they_are_counted(train, fp16):
+    fp16(scale=2.0**40)
+    model, _, state, directory = train(optim={"steps": 60, "max_skipped": 50}, log={"every_steps": 1})
+    assert state.skipped > 10 and state.skipped_in_a_row < state.skipped
+    assert state.loss_scale["value"] == 2.0 ** (40 - state.skipped)
+    skipped = [r["skipped"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"]
+    assert skipped[0] == 1 and skipped[-1] == state.skipped
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_the_loss_scale_is_kept_in_checkpoints_and_the_resumed_run_ends_with_the_same_bits(train, fp16):
+    fp16(scale=2.0**26)
+    model, optim, state, _ = train(name="whole", optim={"steps": 15})
+    train(name="parts", optim={"steps": 7})
+    fp16(scale=1.0)  # of a run that begins
+    again, its_optim, its_state, _ = train(name="parts", optim={"steps": 15})
+    assert state.skipped and state == its_state
+    ours, theirs = everything(model, optim), everything(again, its_optim)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_too_many_skipped_steps_stop_the_run_and_leave_the_last_good_checkpoint(train, nan_at, tmp_path):
     nan_at(set(range(8, 100)))
     with pytest.raises(UserError, match=r"3 steps in a row.*not finite"):
@@ -74,13 +118,13 @@ def test_a_nan_between_good_steps_does_not_spoil_training(train, nan_at):
 def test_accumulation_takes_the_same_steps_as_one_big_batch(train):
     # LayerNorm on the query: BatchNorm's statistics are those of a micro-batch.
     memory = {"query": {"norm": "layer"}}
-    losses = []
+    curves = []
     for name, micro_batch in (("whole", None), ("parts", 3)):
         _, _, _, directory = train(
             name=name, memory=memory, optim={"steps": 8, "micro_batch": micro_batch}, log={"every_steps": 1}
         )
-        losses.append([r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        curves.append(losses(directory))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
 
 def test_best_is_the_checkpoint_with_the_lowest_validation_loss(train):
@@ -129,7 +173,7 @@ def test_ways_to_keep_and_move_the_values_learn_as_the_plain_one(train, values):
     curves = []
     for name, changed in (("plain", {}), ("changed", values)):
         *_, directory = train(name=name, optim={"values": changed}, log={"every_steps": 1})
-        curves.append([r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"])
+        curves.append(losses(directory))
     assert curves[0] == pytest.approx(curves[1], rel=1e-5 if "update" in values else 2e-2)
     assert curves[0][-1] < curves[0][0]
 
