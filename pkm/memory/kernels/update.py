@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-AT_ONCE = 1 << 20  # numbers that the update of plain PyTorch takes at a time: a core's cache holds them
+AT_ONCE = 1 << 16  # numbers that the update of plain PyTorch takes at a time: a core's cache holds them
 
 
 @dataclass(frozen=True)
