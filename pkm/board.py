@@ -43,12 +43,11 @@ class Board:
         self.tasks, self.workers = tasks, workers
         self._begun = self._last = time.monotonic()
         before = sum(task.before for task in tasks)
-        todo = (
-            f", {len(tasks) - before} to go, {min(workers, len(tasks) - before)} at a time"
-            if before < len(tasks)
-            else ""
-        )
-        self.say(f"{len(tasks)} runs: {before} finished before{todo}")
+        todo = sum(task.state == "waiting" for task in tasks)
+        counts = [f"{before} finished before"] + ([f"{todo} to train, {min(workers, todo)} at a time"] if todo else [])
+        untrained = sum(not task.job.trained for task in tasks)
+        counts += [f"{untrained} only timed"] if untrained else []
+        self.say(f"{len(tasks)} run{'s' * (len(tasks) != 1)}: {', '.join(counts)}")
         if not self.console.is_terminal:
             yield
             return
@@ -62,7 +61,8 @@ class Board:
 
     def started(self, task: Task) -> None:
         if task.state == "running":
-            goes_on = f", goes on after step {task.progress.step}" if task.progress.step else ""
+            step = task.job.saved_step()
+            goes_on = f", goes on after step {step}" if step else ""
             self.say(f"{self._number(task)} started{goes_on}")
 
     def ended(self, task: Task) -> None:

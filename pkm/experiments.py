@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pkm.config import Config, impossible_for
+from pkm.config import Config
 from pkm.corpus.store import open_corpus
 from pkm.errors import UserError
 from pkm.grid import Cell, Grid
+from pkm.impossible import impossible_for
 from pkm.lock import WATCH_SECONDS, lives
 from pkm.parallel import pick_device, pick_precision
 from pkm.run import read_status
@@ -55,6 +56,15 @@ class Job:
         status = read_status(self.directory)
         done = status.get("state") == "finished" and status.get("step", 0) >= self.config.optim.steps
         return done and (self.directory / "report.json").is_file()
+
+    def saved_step(self) -> int:
+        """Where it would go on: the step of its newest checkpoint; 0 without one."""
+        try:
+            name = (self.directory / "checkpoints" / "latest").read_text(encoding="utf-8")
+        except OSError:
+            return 0
+        digits = name.strip().rpartition("-")[2]
+        return int(digits) if digits.isdecimal() else 0
 
 
 def jobs(grids: Sequence[Grid], seeds: Sequence[int]) -> list[Job]:

@@ -144,13 +144,18 @@ def scales(folder: Path = FOLDER) -> list[str]:
 
 
 def load_grid(name: str, scale: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> Grid:
-    """The grid `name` at `scale`; `overrides` win over both, in every cell.
+    """The grid `name` at `scale`, each a name or a YAML file of one's own; `overrides` win over both, in every cell.
 
     Raises UserErrors for mistakes in the files, UserError for a name that there is not or a size the scale does not know.
     """
-    settings = configfile.load(_named(folder, name, names(folder), "table or figure"), (), GridSettings).config
-    sizes = configfile.load(_named(folder / "scales", scale, scales(folder), "scale"), (), Scale).config
-    start = folder / settings.start
+    file = _named(folder, name, names(folder), "table or figure")
+    size_file = _named(folder / "scales", scale, scales(folder), "scale")
+    name, scale = file.stem, size_file.stem
+    settings = configfile.load(file, (), GridSettings).config
+    sizes = configfile.load(size_file, (), Scale).config
+    start = file.parent / settings.start
+    if not start.exists() and (folder / settings.start).exists():
+        start = folder / settings.start  # a grid elsewhere may start from the paper's models
     cells = []
     for cell in settings.cells:
         original = load(start, cell.set).config
@@ -241,6 +246,8 @@ def _others(original: Config, scale: Scale, grid: str) -> list[str]:
 def _named(folder: Path, name: str, known: Sequence[str], kind: str) -> Path:
     if name in known:
         return folder / f"{name}.yaml"
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)
     guess = nearest(name, list(known))
     fix = f"did you mean {guess}?" if guess else f"there are: {', '.join(known)}"
-    raise UserError(f"no {kind} is called {name!r}", fix=fix)
+    raise UserError(f"no {kind} is called {name!r}", fix=f"{fix} (or name a YAML file of your own)")

@@ -11,7 +11,6 @@ from rich.table import Table
 from pkm.count import amount, parameters, size
 from pkm.estimate import Estimate, Estimator, roughly, total
 from pkm.experiments import SPEED, TRAIN, Job, held
-from pkm.run import read_status
 from pkm.speed import measured_here
 from pkm.workers import Worker
 
@@ -49,8 +48,7 @@ def _shown(path: Path) -> str:
 
 def _left(job: Job, estimator: Estimator) -> Estimate:
     """What is still to be done for a job."""
-    status = read_status(job.directory)
-    whole = estimator.of(job, status.get("step", 0) if status.get("state") in ("stopped", "running", "failed") else 0)
+    whole = estimator.of(job, job.saved_step())
     train = 0.0 if job.is_finished() else whole.train
     speed = 0.0 if job.timed and measured_here(job.config, job.trained) and not train else whole.speed
     return Estimate(train, speed, whole.memory, whole.basis)
@@ -77,15 +75,14 @@ def _table(jobs: Sequence[Job], left: Sequence[Estimate], estimator: Estimator) 
 
 def _remark(job: Job, estimate: Estimate) -> str:
     also = f"also {', '.join(job.cells[1:])}" if len(job.cells) > 1 else ""
-    status = read_status(job.directory)
     if not job.trained:
         said = "timed only" if estimate.speed else "timed already"
     elif not estimate.train:
         said = "finished" + (", to be timed" if estimate.speed else "")
     elif holder := held(job.directory):
         said = f"at work: {holder}"
-    elif status.get("step"):
-        said = f"goes on after step {status['step']}"
+    elif step := job.saved_step():
+        said = f"goes on after step {step}"
     else:
         said = ""
     return "; ".join(part for part in (said, also) if part)

@@ -39,7 +39,7 @@ class Pool:
         """Train what is not finished, measure what is not measured. Nothing is raised for a run that fails."""
         for task in self.tasks:
             if not task.job.trained or task.job.is_finished():
-                task.state, task.before = "finished", True
+                task.state, task.before = "finished", task.job.trained
                 task.take_report()
             else:
                 task.look()

@@ -1,6 +1,6 @@
 """Write the JSON schemas that editors complete and check YAML files with.
 
-    python scripts/schema.py                write configs/schema.json and data/schema.json
+    python scripts/schema.py                write them, below configs/ and data/
     python scripts/schema.py --check        only say whether they fit the code; exit status 1 if one does not
 
 A file names its schema in its first line: # yaml-language-server: $schema=schema.json
@@ -16,9 +16,15 @@ from pkm.config import Config
 from pkm.configfile import json_schema
 from pkm.corpus.settings import PrepareConfig
 from pkm.errors import exits_cleanly
+from pkm.grid import GridSettings, Scale
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SCHEMAS = {"configs/schema.json": Config, "data/schema.json": PrepareConfig}
+SCHEMAS = {
+    "configs/schema.json": Config,
+    "configs/paper/grid.schema.json": GridSettings,
+    "configs/paper/scale.schema.json": Scale,
+    "data/schema.json": PrepareConfig,
+}
 
 
 @exits_cleanly
