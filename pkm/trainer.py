@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from pkm import dist
-from pkm.checkpoint import Loaded
 from pkm.config import Config
 from pkm.console import Clock, duration, log_line, peak_memory, progress, start_line, valid_line
 from pkm.corpus.batches import TrainingBatches
@@ -18,6 +17,7 @@ from pkm.corpus.store import Corpus
 from pkm.count import flops
 from pkm.errors import UserError
 from pkm.evaluate import evaluate, recording
+from pkm.loaded import Loaded
 from pkm.memory.usage import UsageMeter
 from pkm.model import Transformer
 from pkm.optim import LossScale, Optimizers

@@ -1,3 +1,4 @@
+import hypothesis
 import pytest
 import torch
 
@@ -7,7 +8,12 @@ from pkm.model import build_model
 from pkm.optim import build_optimizers
 from pkm.parallel import pick_device, prepare, set_up
 from pkm.run import Run
+from tests import slurm_cluster
 from tests.tiny import random_corpus, tiny_config
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +25,11 @@ def tiny_corpus_path(tmp_path_factory):
 def one_thread():
     """Results of a test must not depend on the machine's cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return slurm_cluster.built(tmp_path)
 
 
 @pytest.fixture

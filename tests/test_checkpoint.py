@@ -1,3 +1,5 @@
+"""Checkpoints are saved whole or not at all, and verified when they are loaded."""
+
 import errno
 import json
 import os
@@ -12,47 +14,8 @@ import torch
 from pkm import files, manifest, tensorfile
 from pkm.checkpoint import POINTS, Checkpoints, Damaged
 from pkm.errors import UserError
+from tests.checkpoints import MANIFEST, SHARD, flip, holds, names, rewritten, saved, warnings_of, weights
 from tests.forked import error_of, exit_code_of, small_disk, without_root
-
-SHARD, MANIFEST = "rank-00000.safetensors", "manifest.json"
-
-
-def weights(step, size=40):
-    generator = torch.Generator().manual_seed(step)
-    return {"a": torch.randn(size, 3, generator=generator), "b": torch.arange(step)}
-
-
-def saved(root, *steps, keep=10, best=()):
-    checkpoints = Checkpoints(root, keep)
-    for step in steps:
-        checkpoints.save(step, weights(step), {"step was": step}, best=step in best)
-    return checkpoints
-
-
-def holds(loaded, step):
-    expected = weights(step)
-    return (
-        loaded.step == step
-        and loaded.record == {"step was": step}
-        and loaded.tensors.keys() == expected.keys()
-        and all(torch.equal(loaded.tensors[name], tensor) for name, tensor in expected.items())
-    )
-
-
-def names(root):
-    return sorted(path.name for path in root.iterdir())
-
-
-def warnings_of(root, load=Checkpoints.newest, keep=10):
-    heard = []
-    return load(Checkpoints(root, keep, warn=heard.append)), heard
-
-
-def flip(path, position):
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
 
 # ---- what is written ----------------------------------------------------------------------------------------------
 
@@ -176,13 +139,6 @@ def test_without_any_checkpoint_there_is_none_to_load(tmp_path):
         Checkpoints(tmp_path / "missing", 1).load("latest")
 
 
-def rewritten(directory, **changes):
-    """Change the manifest the way an attacker would: with its hash made right again."""
-    written = json.loads((directory / MANIFEST).read_text())
-    del written["sha256"]
-    (directory / MANIFEST).write_bytes(manifest.sealed(written | changes))
-
-
 class Bomb:
     def __reduce__(self):
         return (os._exit, (66,))
@@ -269,99 +225,6 @@ def test_a_save_killed_while_it_replaces_a_damaged_checkpoint_loses_nothing_that
     monkeypatch.delenv("PKM_FAULT")
     saved(tmp_path, 2)
     assert holds(checkpoints.newest(), 2) and names(tmp_path) == ["latest", "step-0000001", "step-0000002"]
-
-
-# ---- retention and best -------------------------------------------------------------------------------------------
-
-
-def test_the_newest_and_the_best_stay(tmp_path):
-    checkpoints = saved(tmp_path, 1, 2, 3, 4, 5, keep=2, best=(1, 2))
-    assert checkpoints.steps() == [2, 4, 5]
-    assert (tmp_path / "latest").read_text() == "step-0000005\n"
-    assert (tmp_path / "best").read_text() == "step-0000002\n"
-
-
-def test_a_damaged_checkpoint_does_not_count_among_those_that_stay(tmp_path):
-    checkpoints = saved(tmp_path, 1, 2, 3, keep=3)
-    flip(checkpoints.directory(3) / SHARD, -1)
-    checkpoints.save(4, weights(4), {"step was": 4})
-    flip(checkpoints.directory(2) / SHARD, -1)
-    saved(tmp_path, 5, keep=3)
-    assert checkpoints.steps() == [1, 2, 3, 4, 5]
-    saved(tmp_path, 6, keep=3)
-    assert checkpoints.steps() == [4, 5, 6]
-
-
-def test_nothing_is_removed_when_the_new_checkpoint_reads_back_differently(tmp_path, monkeypatch):
-    saved(tmp_path, 1, 2, keep=1)
-    real = manifest.check
-
-    def bad_disk(directory, *rest):
-        if directory.name == "step-0000003":
-            raise Damaged(f"{SHARD} has changed")
-        return real(directory, *rest)
-
-    monkeypatch.setattr(manifest, "check", bad_disk)
-    with pytest.raises(UserError, match=r"reads back differently.*has changed"):
-        saved(tmp_path, 3, keep=1)
-    monkeypatch.undo()
-    assert Checkpoints(tmp_path, 1).steps() == [2, 3]
-
-
-def test_a_damaged_checkpoint_is_replaced_when_the_run_comes_to_its_step_again(tmp_path):
-    checkpoints = saved(tmp_path, 1, 2)
-    flip(checkpoints.directory(2) / SHARD, -1)
-    saved(tmp_path, 2)
-    assert holds(checkpoints.newest(), 2) and names(tmp_path) == ["latest", "step-0000001", "step-0000002"]
-
-
-def test_the_best_is_that_of_the_checkpoint_the_run_went_back_to(tmp_path):
-    checkpoints = saved(tmp_path, 1, 2, 3, best=(1, 3))
-    flip(checkpoints.directory(3) / SHARD, -1)
-    assert holds(warnings_of(tmp_path)[0], 2)
-    assert holds(checkpoints.load("best"), 1)
-
-
-def test_a_damaged_best_is_forgotten_by_a_run_that_went_back_before_it(tmp_path):
-    checkpoints = saved(tmp_path, 1, 3, best=(3,))
-    flip(checkpoints.directory(3) / SHARD, -1)
-    assert holds(warnings_of(tmp_path)[0], 1)
-    saved(tmp_path, 2)
-    with pytest.raises(UserError, match="no checkpoint was marked best"):
-        checkpoints.load("best")
-
-
-def test_a_step_that_turns_out_best_after_its_save_is_kept_as_best(tmp_path):
-    checkpoints = saved(tmp_path, 1, keep=1)
-    checkpoints.save(1, weights(1), {}, best=True)
-    assert saved(tmp_path, 2, 3, keep=1).steps() == [1, 3]
-    assert holds(checkpoints.newest(), 3) and holds(checkpoints.load("best"), 1)
-
-
-def test_a_garbled_pointer_file_is_not_believed(tmp_path):
-    checkpoints = saved(tmp_path, 1, 2, best=(1,))
-    (tmp_path / "best").write_text("../../etc\n")
-    (tmp_path / "latest").write_text("\0")
-    assert holds(checkpoints.load("best"), 1) and holds(checkpoints.load("latest"), 2)
-
-
-@pytest.mark.parametrize("which", [1, "1", "latest"])
-def test_reading_a_checkpoint_writes_nothing(tmp_path, which):
-    checkpoints = saved(tmp_path, 1)
-    (tmp_path / "latest").unlink()
-    assert holds(checkpoints.load(which), 1) and names(tmp_path) == ["step-0000001"]
-
-
-def test_what_cannot_be_loaded_is_named(tmp_path):
-    checkpoints = saved(tmp_path, 1, 2)
-    assert holds(checkpoints.load(checkpoints.directory(1)), 1)
-    with pytest.raises(UserError, match=r"step-0000007.*\n.*1, 2"):
-        checkpoints.load(7)
-    with pytest.raises(UserError, match="no checkpoint was marked best"):
-        checkpoints.load("best")
-    (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match=f"{MANIFEST} is missing"):
-        checkpoints.load(tmp_path / "nothing")
 
 
 # ---- disks that say no --------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ ORDER = """
     memory.kernels.choose
     memory.query  memory.keys  memory.values  memory.ranks  memory.adam  memory.layer  memory.usage
     loss  model  optim  parallel
-    tensorfile  shards  manifest  kept  background  checkpoint  metrics  run  evaluate  profiler  console
+    tensorfile  shards  manifest  kept  background  loaded  checkpoint  metrics  run  evaluate  profiler  console
     trainer  trained  generate  export  finding  selftest  doctor  gathered  network  sharedfiles  cluster  slurm
     experiments  speed  estimate  workers  plan  board  pool  jobarray
     report.results  report.layout  report.tables  report.findings  report.plots  report.compare  report.page  report.run

@@ -9,6 +9,7 @@ from pkm import dist
 from pkm.checkpoint import Checkpoints
 from pkm.errors import UserError
 from pkm.shards import own_parts
+from tests.checkpoints import rewritten
 from tests.forked import on_ranks
 
 TABLES = {"table", "table.mean"}
@@ -141,8 +142,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_tensor_and_nothing_is_c
 
 
 def test_parts_that_are_not_the_whole_of_a_tensor_are_damage(tmp_path):
-    from tests.test_checkpoint import rewritten
-
     save(tmp_path, 2, True)
     entries = Checkpoints(tmp_path, 1).load(3).entries
     entries["table"]["parts"].pop()

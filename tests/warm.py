@@ -81,7 +81,7 @@ class Job:
 class Ranks:
     """Several processes of one job."""
 
-    GRACE_SECONDS = 30
+    GRACE_SECONDS = 120
 
     def __init__(self, jobs: list[Job]):
         self.jobs = jobs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,16 @@ class Runs:
         assert [e.code for e in ended] == [0] * ranks, [e.err for e in ended]
         assert self.status(name)[0] == "finished"
         return ended
+
+    def moment(self, job: Job, generator: random.Random) -> None:
+        """Wait for a random moment of a run of 24 steps: at its start, or soon after it said that a step is done.
+
+        Steps and not seconds, which on a busy machine would all fall into the start.
+        """
+        step = generator.randrange(24)
+        if step:
+            job.until(f"step {step:>2}/24")
+        threading.Event().wait(generator.uniform(0, 0.1))
 
     def holder(self, name: str) -> dict[str, Any]:
         """Who says to be at work on the run."""

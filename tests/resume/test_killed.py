@@ -2,8 +2,6 @@
 
 import random
 import signal
-import threading
-import time
 
 import pytest
 
@@ -49,19 +47,14 @@ def test_a_run_killed_at_a_named_point_of_a_save_ends_bit_identical(runs, point,
 
 
 def test_a_run_killed_at_random_moments_ends_bit_identical_each_time(runs):
-    started = time.perf_counter()
-    runs.run("timed")
-    duration = time.perf_counter() - started
     generator = random.Random(1)
     killed, found = 0, []
     for attempt in range(100):
         name = f"random-{attempt}"
         job = runs.start(name)
-        timer = threading.Timer(generator.uniform(0, duration), job.signal, [signal.SIGKILL])
-        timer.start()
+        runs.moment(job, generator)
+        job.kill()
         code = job.wait().code
-        timer.cancel()
-        timer.join()
         if code == 0:
             continue
         assert code == -signal.SIGKILL

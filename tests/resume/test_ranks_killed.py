@@ -2,8 +2,6 @@
 
 import random
 import signal
-import threading
-import time
 
 import pytest
 
@@ -77,19 +75,14 @@ def test_a_rank_of_four_with_sharded_values_killed_in_a_save_in_the_background_e
 )
 def test_a_random_rank_killed_at_random_moments_ends_bit_identical_each_time(runs, whole, settings):
     expected, label = whole(2, *settings[:1]), len(settings)
-    started = time.perf_counter()
-    runs.finish(2, f"timed-{label}", *settings)
-    duration = time.perf_counter() - started
     generator = random.Random(label)
     killed = 0
     for attempt in range(40):
         name = f"random-ranks-{label}-{attempt}"
         ranks = runs.start_ranks(2, name, *settings)
-        timer = threading.Timer(generator.uniform(0, duration), generator.choice(ranks.jobs).kill)
-        timer.start()
+        runs.moment(ranks.jobs[0], generator)
+        generator.choice(ranks.jobs).kill()
         ended = ranks.wait()
-        timer.cancel()
-        timer.join()
         if -signal.SIGKILL not in [end.code for end in ended]:
             continue
         killed += 1
