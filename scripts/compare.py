@@ -38,8 +38,9 @@ def main() -> int:
 
     from pkm.files import atomic_write
     from pkm.report import compare
+    from pkm.report.directories import find, read
 
-    runs = compare.read(compare.find(args.runs, args.root))
+    runs = read(find(args.runs, args.root))
     print(compare.markdown(runs))
     if args.html:
         atomic_write(args.html, compare.html(runs, args.over))

@@ -166,7 +166,7 @@ def slope(n: Numbers, measure: Measure, sign: int, over: Coordinate, rows: Seque
 
 
 def enough_slots(n: Numbers) -> Outcome:
-    """The largest memory with BatchNorm against none, and how many of all are better than none."""
+    """The largest memory with BatchNorm against none, and how many sizes beat none by more than a hundredth."""
     memories = n.cells("perplexity", {"batchnorm": True})
     largest = max((cell.cell.original.slots for cell in memories), default=0)
     verdict, evidence = difference(n, "perplexity", -1, {"memories": 0}, {"slots": largest, "batchnorm": True})
@@ -174,8 +174,8 @@ def enough_slots(n: Numbers) -> Outcome:
         return verdict, evidence
     dense = n.mean(n.cells("perplexity", {"memories": 0})[0], "perplexity")
     ready = n.measured(memories, "perplexity")
-    better = sum(n.mean(cell, "perplexity") < dense for cell in ready)
-    return verdict, f"{evidence}; {better} of {len(ready)} sizes are below the model without one"
+    better = sum(n.mean(cell, "perplexity") < 0.99 * dense for cell in ready)
+    return verdict, f"{evidence}; {better} of {len(ready)} sizes beat the model without one by more than 1 %"
 
 
 def above(n: Numbers, at: int, rivals: tuple[int, ...], hardest: bool) -> Outcome:
