@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pkm.memory.kernels.reference import at_least_fp32
 
-
 BUFFERED = 1 << 18  # numbers
 
 
