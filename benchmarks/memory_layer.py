@@ -329,12 +329,18 @@ def stages(
     return found
 
 
-def benchmark(device: torch.device, repeats: int, busy: bool) -> tuple[list[Row], dict[str, float | str]]:
+Facts = dict[str, float | str]
+
+
+def benchmark(
+    device: torch.device, repeats: int, busy: bool, save: Callable[[list[Row], Facts], None]
+) -> tuple[list[Row], Facts]:
+    """Rows and facts of all sizes; `save` is called with those so far after each size."""
     clock = Clock(device, repeats, busy)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     copy, rate = ceilings(clock, dtype)
     rows: list[Row] = []
-    facts: dict[str, float | str] = {"copy TB/s": copy / 1e12, f"{str(dtype)[6:]} product TFLOP/s": rate / 1e12}
+    facts: Facts = {"copy TB/s": copy / 1e12, f"{str(dtype)[6:]} product TFLOP/s": rate / 1e12}
     for size in SIZES[device.type]:
         slots, before = size.sub_keys**2, len(rows)
         batches = inputs(size, device)
@@ -369,6 +375,7 @@ def benchmark(device: torch.device, repeats: int, busy: bool) -> tuple[list[Row]
                 torch.cuda.empty_cache()
         rows += others(size, batches, base, labels, clock, dtype)
         rows[before:] = [replace(row, query=size.query) for row in rows[before:]]
+        save(rows, facts)
     return rows, facts
 
 
@@ -452,11 +459,15 @@ def main() -> None:
     if arguments.busy:
         torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows, facts = benchmark(device, arguments.repeats, arguments.busy)
-    facts = {"machine": machine(device) + (", CPU time" if arguments.busy else "")} | facts
-    print(table(rows, facts))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"facts": facts, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+    where: Facts = {"machine": machine(device) + (", CPU time" if arguments.busy else "")}
+
+    def save(rows: list[Row], facts: Facts) -> None:
+        if arguments.json:
+            numbers = {"facts": where | facts, "rows": [asdict(r) for r in rows]}
+            arguments.json.write_text(json.dumps(numbers, indent=1) + "\n")
+
+    rows, facts = benchmark(device, arguments.repeats, arguments.busy, save)
+    print(table(rows, where | facts))
 
 
 if __name__ == "__main__":

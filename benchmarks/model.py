@@ -142,17 +142,20 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     rate = matrix_rate()
+    card = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}"
+    how = arguments.precision + (", compiled" if arguments.compile else "")
+    facts = {"machine": card, "how": how, "bf16 product FLOP/s": rate, "tokens": arguments.tokens}
     rows = []
     for name in arguments.models:
         config = config_of(
             tokens=arguments.tokens, precision=arguments.precision, compiled=arguments.compile, **MODELS[name]
         )
         rows.append(measure(name, config, rate, arguments.repeats))
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"facts": facts, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
         gc.collect()
         torch.cuda.empty_cache()
     base, deep = rows[0], rows[-1]
-    card = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}"
-    how = arguments.precision + (", compiled" if arguments.compile else "")
     print(f"{card} | {how} | {arguments.tokens} tokens an update | bf16 product {rate / 1e12:.0f} TFLOP/s\n")
     print("| model | training tokens/s | x first row | MFU % | inference tokens/s | x last row | MFU % | peak GiB |")
     print("|---|---|---|---|---|---|---|---|")
@@ -161,9 +164,6 @@ def main() -> None:
             f"| {r.model} | {r.training:,.0f} | {r.training / base.training:.3f} | {100 * r.training_mfu:.0f} | {r.inference:,.0f}"
             f" | {r.inference / deep.inference:.3f} | {100 * r.inference_mfu:.0f} | {r.peak_gib:.1f} |"
         )
-    if arguments.json:
-        facts = {"machine": card, "how": how, "bf16 product FLOP/s": rate, "tokens": arguments.tokens}
-        arguments.json.write_text(json.dumps({"facts": facts, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,18 +38,20 @@ def load(path: Path) -> dict | None:  # type: ignore[type-arg]
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def cases(path: Path) -> tuple[str, bool]:
-    """(what the tests of the kernels said, whether all of them passed)."""
+def cases(path: Path, log: Path) -> tuple[str, bool]:
+    """(what the tests of the kernels said, whether all of them passed); `log` says so where they could not be finished."""
     if not path.exists():
         return "not finished", False
     suites = list(ET.parse(path).getroot().iter("testsuite"))
     count = {key: sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "failures", "errors", "skipped")}
     bad = count["failures"] + count["errors"]
-    return f"{count['tests'] - bad - count['skipped']} passed, {bad} failed, {count['skipped']} skipped", bad == 0
+    said = f"{count['tests'] - bad - count['skipped']} passed, {bad} failed, {count['skipped']} skipped"
+    broken = log.exists() and "FAILED, exit code" in log.read_text()
+    return said + (", not all run or passed" if broken else ""), bad == 0 and not broken
 
 
 def main(folder: Path) -> int:
-    said, right = cases(folder / "cases.xml")
+    said, right = cases(folder / "cases.xml", folder / "cases.log")
     memory, model = load(folder / "memory.json"), load(folder / "model.json")
     lines = [f"| kernels against reference and float64 | {said} | all pass | {'yes' if right else 'NO'} |"]
     measured = {(r["slots"], r["what"]): r["ms"] for r in memory["rows"]} if memory else {}

@@ -20,9 +20,15 @@ mkdir -p "$folder"
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 if ! "$python" -c 'import pydantic' 2>/dev/null; then
+    wheels=(.whl/*.whl)
+    if [ ! -e "${wheels[0]}" ]; then
+        echo "error: $python has no pydantic" >&2
+        echo "  fix: put wheels of pydantic, pydantic-core, annotated-types and typing-inspection for it into .whl/" >&2
+        exit 2
+    fi
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
-    "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" .whl/*.whl || exit 2
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "${wheels[@]}" || exit 2
     export PYTHONPATH=$site:$PYTHONPATH
 fi
 "$python" - <<'CHECK' || exit 2
@@ -34,21 +40,34 @@ CHECK
 
 many=()
 if "$python" -c 'import xdist' 2>/dev/null; then many=(-n 12); fi # compiling is most of the work
+tests=(-q "${many[@]}" -p no:cacheprovider -W ignore --tb=short)
+rm -f "$folder"/{cases,training}.log "$folder"/cases.xml "$folder"/{memory,model*}.json # numbers of an earlier run are none of this one
 failed=0
-timeout "${CASES_SECONDS:-110}" "$python" -m pytest tests/memory/triton_cases.py -q "${many[@]}" -p no:cacheprovider -W ignore --tb=short \
-    --junitxml="$folder/cases.xml" >"$folder/cases.log" 2>&1 || failed=1
+
+# stage SECONDS COMMAND...: a stage that fails, or is not done in its time, says so, and the next one begins. It is stopped by
+# an interrupt first, upon which pytest still reports what it has found.
+stage() {
+    local seconds=$1 code=0
+    shift
+    timeout --signal=INT --kill-after=10 "$seconds" "$@" || code=$?
+    if [ $code != 0 ]; then
+        failed=1
+        [ $code = 124 ] || [ $code = 137 ] && code="$code (not done in $seconds s)"
+        echo "FAILED, exit code $code: ${*:2}"
+    fi
+}
+
+stage "${CASES_SECONDS:-110}" "$python" -m pytest tests/memory/triton_cases.py "${tests[@]}" --junitxml="$folder/cases.xml" >"$folder/cases.log" 2>&1
 tail -n 15 "$folder/cases.log"
-timeout 70 "$python" benchmarks/memory_layer.py --device cuda --json "$folder/memory.json" | tee "$folder/memory.md" || failed=1
-timeout 50 "$python" benchmarks/model.py --json "$folder/model.json" | tee "$folder/model.md" || failed=1
+stage 65 "$python" benchmarks/memory_layer.py --device cuda --json "$folder/memory.json"
+stage 50 "$python" benchmarks/model.py --json "$folder/model.json"
 if [ $training = yes ]; then
     # The paper's 12-layer models the other ways, and training itself: every precision, compiled or not, resumed to the bit.
     twelve=("12 layers, dense" "12 layers, one memory of 512^2")
-    for how in "--precision fp16" "--compile" "--precision fp16 --compile"; do
-        # shellcheck disable=SC2086
-        timeout 120 "$python" benchmarks/model.py $how --models "${twelve[@]}" --json "$folder/model${how// /}.json" | tee "$folder/model${how// /}.md" || failed=1
-    done
-    timeout "${TRAINING_SECONDS:-120}" "$python" -m pytest tests/test_gpu.py -q "${many[@]}" -p no:cacheprovider -W ignore --tb=short \
-        >"$folder/training.log" 2>&1 || failed=1
+    stage 120 "$python" benchmarks/model.py --precision fp16 --models "${twelve[@]}" --json "$folder/model-fp16.json"
+    stage 120 "$python" benchmarks/model.py --compile --models "${twelve[@]}" --json "$folder/model-compiled.json"
+    stage 120 "$python" benchmarks/model.py --precision fp16 --compile --models "${twelve[@]}" --json "$folder/model-fp16-compiled.json"
+    stage "${TRAINING_SECONDS:-120}" "$python" -m pytest tests/test_gpu.py "${tests[@]}" >"$folder/training.log" 2>&1
     tail -n 15 "$folder/training.log"
 fi
 "$python" benchmarks/targets.py "$folder" || failed=1
