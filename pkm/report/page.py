@@ -24,6 +24,8 @@ HERE = Path(__file__).parent
 # What says where and how often a run is written down, not what is run; the seed is the report's own.
 NOT_SETTINGS = {"name", "runs", "seed", "log", "checkpoint", "max_minutes", "profile"}
 
+NOT_SET = "not set"
+
 
 @dataclass(frozen=True)
 class Section:
@@ -112,7 +114,7 @@ def markdown(one: Section) -> str:
     text = [f"# {escaped(one.title)}", escaped(one.about), grid_table(one.result).strip()]
     if one.findings:
         text.append("## Findings")
-        text.append("\n".join(f"- **{f.verdict}**: {escaped(f.claim)}. {escaped(f.evidence)}" for f in one.findings))
+        text.append("\n".join(f"- **{f.verdict}**: {escaped(prose(f'{f.claim}. {f.evidence}'))}" for f in one.findings))
     if one.plots or one.undrawn:
         text.append("## Plots")
     text += [f"![{escaped(plot.caption)}](plots/{plot.name}.svg)\n\n{escaped(plot.caption)}" for plot in one.plots]
@@ -125,6 +127,7 @@ def html(sections: Sequence[Section]) -> str:
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["prose"] = prose
     results = [one.result for one in sections]
     same, mapped = settings(results)
     return environment.get_template("page.html").render(
@@ -152,10 +155,10 @@ def settings(results: Sequence[GridResult]) -> tuple[list[Setting], list[Setting
         for key, value in here.items():
             ours.setdefault(key, {})[value] = None
         for key in {**there, **here}:
-            before, now = there.get(key, "not set"), here.get(key, "not set")
+            before, now = there.get(key, NOT_SET), here.get(key, NOT_SET)
             if before != now:
                 replaced.setdefault(key, {})[f"{before} → {now}"] = None
-    same = [Setting(key, tuple(values)) for key, values in ours.items() if len(values) == 1]
+    same = [Setting(key, tuple(values)) for key, values in ours.items() if len(values) == 1 and NOT_SET not in values]
     return same, [Setting(key, tuple(pairs)) for key, pairs in replaced.items()]
 
 
@@ -166,8 +169,8 @@ def flat(config: Config) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
             for key, inner in value.items():
                 yield from walk(f"{prefix}.{key}" if prefix else key, inner)
-        elif value is not None:
-            yield prefix, value if isinstance(value, str) else json.dumps(value)
+        else:
+            yield prefix, NOT_SET if value is None else value if isinstance(value, str) else json.dumps(value)
 
     yield from walk("", config.model_dump(mode="json", exclude=NOT_SETTINGS))
 

@@ -259,13 +259,14 @@ def against_speed(result: GridResult) -> Plot | str:
 
 
 def curves(result: GridResult) -> Iterator[Curve]:
-    """Of every cell that is trained: colour and marker tell the rows apart, dashes the groups of columns."""
+    """Of every trained cell: colour and marker tell the rows apart, dashes the columns; without a memory, in ink."""
     rows, columns = result.grid.settings.rows, result.grid.settings.columns
     all_rows, groups = (list(dict.fromkeys(place(one.cell, keys) for one in result.cells)) for keys in (rows, columns))
     for one in result.cells:
         if one.cell.trained:
             row, group = all_rows.index(place(one.cell, rows)), groups.index(place(one.cell, columns))
-            colour = ORDERED[round(row * (len(ORDERED) - 1) / max(len(all_rows) - 1, 1))]
+            step = round(row * (len(ORDERED) - 1) / max(len(all_rows) - 1, 1))
+            colour = ORDERED[step] if one.cell.original.memory_layers else INK
             runs = [run.metrics for run in one.runs]
             text = phrases(one.cell, (*rows, *columns), short=True)
             yield Curve(text, runs, colour, MARKERS[row % len(MARKERS)], DASHES[group % len(DASHES)])
@@ -276,18 +277,25 @@ def training_curves(name: str, title: str, lines: Sequence[Curve]) -> Plot | str
     drawn = [(line, found) for line in lines if (found := line.points())]
     if not drawn:
         return f"{title} has no plot yet: no run has been validated."
-    with canvas(height=3.8) as figure:
-        axes = figure.subplots()
+    half = max(found[-1][0] for _, found in drawn) / 2
+    with canvas(height=3.4) as figure:
+        whole, late = figure.subplots(1, 2)
         for line, found in drawn:
-            steps, means, spreads = (list(column) for column in zip(*found, strict=True))
             style = {"color": line.colour[0], "marker": line.marker, "linestyle": line.dash}
-            draw(axes, steps, means, spreads, line.label, markersize=3.5, linewidth=1.1, **style)
-        axes.set(xlabel="step", ylabel="validation perplexity", yscale="log")
-        ticks_in_plain_numbers(axes)
-        add_legend(figure, beside=True)
+            for axes, shown in ((whole, found), (late, [point for point in found if point[0] > half])):
+                steps, means, spreads = ([point[i] for point in shown] for i in range(3))
+                draw(axes, steps, means, spreads, line.label, markersize=3.5, linewidth=1.1, **style)
+        whole.set(title="all of training", xlabel="step", ylabel="validation perplexity", yscale="log")
+        late.set(title="its second half", xlabel="step")
+        ticks_in_plain_numbers(whole)
+        late.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        late.locator_params(axis="x", nbins=5, integer=True)
+        add_legend(figure)
         seeds = max(len(line.runs) for line in lines)
         bars = f" Means over {seeds} seeds, with standard deviations." if seeds > 1 else ""
-        return finished(figure, name, f"{title}, on a logarithmic axis.{bars}")
+        return finished(
+            figure, name, f"{title}: all of it on a logarithmic axis, and its second half on a linear one.{bars}"
+        )
 
 
 def ticks_in_plain_numbers(axes: Axes) -> None:
