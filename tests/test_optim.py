@@ -65,6 +65,24 @@ def test_accumulated_micro_batches_update_as_one_big_batch(update):
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
 
 
+def another_step(config, model, optim):
+    """A second update, by optimizers built anew from what the first ones would have left in a checkpoint."""
+    tensors = {name: t.clone() for name, t in optim.state_tensors().items()}
+    optim = build_optimizers(config.optim, model)
+    for name, tensor in optim.state_tensors().items():
+        tensor.copy_(tensors[name])
+    optim.take_up()
+    second_step(model, optim)
+    return optim
+
+
+def second_step(model, optim):
+    optim.clear()
+    ids = torch.randint(14, VOCAB_SIZE, (8, 8), generator=torch.Generator().manual_seed(9))
+    (model(ids, ids.roll(-1, 1)) / 64).backward()
+    optim.step(2, optim.gradient_norms())
+
+
 def test_the_values_group_holds_the_values_and_nothing_else():
     config = tiny_config(optim={"values": {"update": "dense"}})
     model = build_model(config, VOCAB_SIZE)
@@ -97,15 +115,9 @@ def test_state_tensors_bring_an_optimizer_back_bit_for_bit():
         model, optim = a_step(config)
         optim.step(1, optim.gradient_norms())
         if reload:
-            tensors = {name: t.clone() for name, t in optim.state_tensors().items()}
-            optim = build_optimizers(config.optim, model)
-            for name, tensor in optim.state_tensors().items():
-                tensor.copy_(tensors[name])
-            optim.take_up()
-        optim.clear()
-        ids = torch.randint(14, VOCAB_SIZE, (8, 8), generator=torch.Generator().manual_seed(9))
-        (model(ids, ids.roll(-1, 1)) / 64).backward()
-        optim.step(2, optim.gradient_norms())
+            optim = another_step(config, model, optim)
+        else:
+            second_step(model, optim)
         ended.append({**model.state_dict(), **optim.state_tensors()})
     assert all(torch.equal(ended[0][name], ended[1][name]) for name in ended[0])
 
@@ -149,16 +161,8 @@ def test_apex_is_used_when_asked_for_and_goes_on_from_torchs_state(monkeypatch):
     for second in ("torch", "apex"):
         model, optim = a_step(tiny_config())
         optim.step(1, optim.gradient_norms())
-        state = {name: t.clone() for name, t in optim.state_tensors().items()}
-        optim = build_optimizers(tiny_config(optim={"dense": {"fused": second}}).optim, model)
+        optim = another_step(tiny_config(optim={"dense": {"fused": second}}), model, optim)
         assert isinstance(optim.groups["dense"].adam, PlainAdam) == (second == "apex")
-        for name, tensor in optim.state_tensors().items():
-            tensor.copy_(state[name])
-        optim.take_up()
-        optim.clear()
-        ids = torch.randint(14, VOCAB_SIZE, (8, 8), generator=torch.Generator().manual_seed(9))
-        (model(ids, ids.roll(-1, 1)) / 64).backward()
-        optim.step(2, optim.gradient_norms())
         ended.append(model.state_dict())
     torch.testing.assert_close(ended[0], ended[1], rtol=1e-5, atol=1e-6)
 

@@ -103,7 +103,7 @@ class _Once:
             raise UserError(
                 "update: fused saw a second backward through one table before the next step began",
                 "optim.values.update",
-                "choose sparse for gradient accumulation and for values that two layers share",
+                "choose sparse for gradient accumulation",
             )
         return step
 

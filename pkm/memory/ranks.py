@@ -43,7 +43,7 @@ def read_sharded(values: Values, indices: Tensor, weights: Tensor, dtype: torch.
 def sum_gradient(values: Values) -> None:
     """Put the sum over ranks in place of each rank's compact gradient of a replicated table.
 
-    Moves K bytes to agree on the rows, then U x d numbers.
+    Moves K bytes to agree on the rows, then U x d numbers: at most those K bytes more than the whole table would be.
     """
     own = values.gradient()
     slots, width = values.weight.shape

@@ -187,6 +187,15 @@ def test_a_directory_of_checkpoints_that_cannot_be_read_is_named_once(runs):
     ends_as_the_whole(runs, "run")
 
 
+def test_a_checkpoint_whose_directory_cannot_be_read_is_named_and_the_one_before_is_used(runs):
+    assert codes(runs.run_ranks(2, "run", on={0: {"when": {"step": 14, "signals": ["SIGTERM"]}}})) == [0, 0]
+    os.chmod(runs.checkpoints("run").directory(14), 0o000)
+    runs.run_ranks(2, "run", on={rank: {"ordinary": True} for rank in range(2)})
+    assert re.search("step-0000014 is damaged: .*cannot be read", runs.log("run"))
+    assert "going on from step 12" in runs.log("run")
+    ends_as_the_whole(runs, "run")
+
+
 # ---- disks and clocks ---------------------------------------------------------------------------------------------
 
 
