@@ -46,6 +46,42 @@ def test_the_fast_way_on_a_cpu_equals_the_reference(
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    "sizes, tokens",
+    [({"sub_keys": 48, "knn": 12, "dim": 100}, 9), ({"knn": 8}, 9), ({"heads": 1, "norm": "none"}, 1)],
+    ids=["no powers of two", "k = C", "one head, one token"],
+)
+def test_the_fast_way_equals_the_reference_at_any_size(sizes: dict[str, object], tokens: int) -> None:
+    x = torch.randn(1, tokens, sizes.get("dim", 10))  # type: ignore[arg-type]
+    ours, theirs = (results(build(kernels=kernels, **sizes), x) for kernels in ("auto", "reference"))  # type: ignore[arg-type]
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_two_runs_on_two_threads_give_the_same_bits_also_with_a_slot_that_everyone_reads() -> None:
+    indices = torch.randint(0, 50, (400, 8), dtype=torch.int32)
+    indices[:, 0] = 7
+    weights, grad, table = torch.rand(400, 8), torch.randn(400, 64), torch.randn(50, 64)
+    scores = torch.randn(2, 2, 400, 40)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, second = (
+            [
+                *cpu.search(scores, 6),
+                cpu.read(table, indices, weights),
+                cpu.weight_gradient(grad, table, indices),
+                *cpu.row_gradient(grad, indices, weights),
+            ]
+            for _ in range(2)
+        )
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    _, expected = reference.row_gradient(grad, indices, weights)
+    torch.testing.assert_close(first[-1], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("keys, norm", KINDS)
 def test_gradients_are_those_of_finite_differences(keys: str, norm: str) -> None:
     layer = build(keys, norm).double()
