@@ -18,7 +18,7 @@ def on_ranks(ranks, corpus, out):
     """CASE -> what `measure` found on that many processes, which talk by gloo."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*torchrun, "-m", "tests.ranks", str(corpus), str(out), *(ON_FOUR if ranks == 4 else CASES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out, weights_only=True)
 
@@ -37,30 +37,38 @@ def out(tmp_path_factory):
 @pytest.mark.parametrize(("ranks", "case"), [(2, case) for case in CASES] + [(4, case) for case in ON_FOUR])
 def test_ranks_find_the_losses_gradients_and_usage_of_one_process(tiny_corpus_path, out, ranks, case):
     found, expected = on_ranks(ranks, tiny_corpus_path, out / f"{ranks}.pt")[case], alone(tiny_corpus_path, case)
-    # Of bf16's 8 bits the last are lost where a rank's own sum is rounded, before the others' is added.
-    half = case.endswith("bf16")
-    coarse = 100 if half else 1
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5 * coarse)
+    if case.endswith("bf16"):
+        return assert_close_in_bf16(found, expected)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     for ours, theirs in zip(found["norms"], expected["norms"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4 * coarse)
+        assert ours == pytest.approx(theirs, rel=1e-4)
     for ours, theirs in zip(found["gradients"], expected["gradients"], strict=True):
         assert ours.keys() == theirs.keys()
         for name in ours:
-            if half:
-                assert (ours[name] - theirs[name]).norm() < 0.03 * theirs[name].norm() + 1e-3, name
-            else:
-                torch.testing.assert_close(
-                    ours[name], theirs[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-                )
-        if half:
-            break  # from here on Adam has taken whole steps along gradients that are zero but for rounding
+            torch.testing.assert_close(
+                ours[name], theirs[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
     assert [u for pair in found["usage"] for u in pair] == pytest.approx(
-        [u for pair in expected["usage"] for u in pair], rel=1e-4 * coarse
+        [u for pair in expected["usage"] for u in pair], rel=1e-4
     )
-    assert found["valid"][0] == pytest.approx(expected["valid"][0], rel=1e-5 * coarse)
+    assert found["valid"][0] == pytest.approx(expected["valid"][0], rel=1e-5)
     # Later ones are wider apart: where a gradient is zero but for rounding (a key's bias), Adam takes a whole step.
     for ours, theirs in zip(found["valid"], expected["valid"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+def assert_close_in_bf16(found, expected):
+    """Of its 8 bits the last are lost where a rank's own sum is rounded before the others' is added: 3 % of a gradient.
+
+    What was read is compared before the first update: after it, some scores that were nearly alike have changed places.
+    """
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+    for ours, theirs in zip(found["norms"], expected["norms"], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-2)
+    for name, theirs in expected["gradients"][0].items():
+        assert (found["gradients"][0][name] - theirs).norm() < 0.03 * theirs.norm() + 1e-3, name
+    assert found["usage"][0] == pytest.approx(expected["usage"][0], rel=1e-2)
+    assert [loss for loss, *_ in found["valid"]] == pytest.approx([loss for loss, *_ in expected["valid"]], rel=1e-2)
 
 
 @pytest.mark.parametrize(("ranks", "case"), [(2, case) for case in CASES] + [(4, case) for case in ON_FOUR])
