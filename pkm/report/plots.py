@@ -246,7 +246,9 @@ def against_speed(result: GridResult) -> Plot | str:
             )
             for x, y, one in zip(xs, ys, line, strict=True):
                 text = "+".join(str(n) for n in (one.cell.config.model.layers, len(one.cell.config.memory_layers)) if n)
-                axes.annotate(text, (x, y), (5, 5), textcoords="offset points", fontsize=8)
+                side = 1 if styles[at[:1]]["color"] == COLOURS[0][0] else -1
+                left = "left" if side > 0 else "right"
+                axes.annotate(text, (x, y), (6 * side, 4), textcoords="offset points", ha=left, fontsize=8)
         axes.set(xlabel=MEASURES["kwords_per_s"], ylabel=MEASURES["perplexity"])
         axes.margins(0.1)
         add_legend(figure)

@@ -9,7 +9,7 @@ from typing import Any
 from pkm.grid import Cell, Grid, load_grid
 
 SPEED = {"tokens_per_second": 1.0, "device": "cpu, 1 threads", "precision": "bf16", "batch_windows": 16, "context": 128}
-NASTY = r"""<script>alert("1")</script> & a|b `c` *d* 50% of $x_1^2$ {e} ~ \ #"""
+NASTY = r"""<script>alert("1")</script> & a|b `c` *d* 50% of $x_i^n$ {e} ~ \ #"""
 """What every format has to escape somewhere."""
 
 
