@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -40,6 +41,7 @@ class Allowed:
     definitions: dict[str, Any]
 
     @classmethod
+    @cache  # pydantic takes longer to make a schema than a config takes to read
     def by(cls, model: type[BaseModel]) -> Allowed:
         schema = model.model_json_schema()
         return cls(schema, schema.get("$defs", {}))

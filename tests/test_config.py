@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
+from pkm import grid
 from pkm.config import Config, MemoryConfig, load
 from pkm.errors import UserErrors
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIGS = REPOSITORY / "configs"
 PAPER = CONFIGS / "paper"
-SHIPPED = sorted(CONFIGS.rglob("*.yaml"))
+YAMLS = sorted(CONFIGS.rglob("*.yaml"))
+SHIPPED = [p for p in YAMLS if p.parent.name != "scales" and p.stem not in grid.names()]
 MINIMAL = "name: a\ncorpus: {path: p, context: 64}\noptim: {steps: 5, batch_tokens: 512}\nmodel: {layers: 6, dim: 64, heads: 8}\n"
 MEMORY = "memory: {layers: [5], sub_keys: 64}\n"
 
@@ -77,10 +79,11 @@ class TestShipped:
         again.write_text(resolved.yaml)
         assert load(again).config == resolved.config
 
-    @pytest.mark.parametrize("path", SHIPPED, ids=shipped_id)
+    @pytest.mark.parametrize("path", YAMLS, ids=shipped_id)
     def test_its_first_line_names_the_schema_for_editors(self, path: Path) -> None:
         found = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", path.read_text().splitlines()[0])
-        assert found and (path.parent / found[1]).resolve() == CONFIGS / "schema.json"
+        kind = "scale.schema" if path.parent.name == "scales" else "schema" if path in SHIPPED else "grid.schema"
+        assert found and (path.parent / found[1]).resolve() == (PAPER if "." in kind else CONFIGS) / f"{kind}.json"
 
     def test_no_two_would_run_in_the_same_directory(self) -> None:
         names = [load(path).config.name for path in SHIPPED]
@@ -166,8 +169,7 @@ class TestPaper:
             assert _memory(flat) == ("flat", side**2, 4, 32, 512, "batch", "replace")
             assert _memory(product) == ("product", side**2, 4, 32, 512, "batch", "replace")
             _is_the_ablation_model(flat)
-            table_2 = load(PAPER / f"table2/{side}x{side}-batchnorm.yaml").config
-            assert product.model_copy(update={"name": table_2.name}) == table_2
+            assert product == _cells("table2")[f"{side}x{side}-batchnorm"]
 
     def test_all_train_as_the_paper_does(self) -> None:
         for table in ("table1", "table2", "table3", "table4"):
@@ -179,7 +181,7 @@ class TestPaper:
 
 
 def _cells(table: str) -> dict[str, Config]:
-    return {path.stem: load(path).config for path in (PAPER / table).glob("*.yaml")}
+    return {cell.name: cell.original for cell in grid.load_grid(table, "paper").cells}
 
 
 def _memory(c: Config) -> tuple[object, ...]:

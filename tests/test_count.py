@@ -72,7 +72,9 @@ class TestParameters:
 
     def test_the_papers_model_has_268_million_values_in_a_memory(self) -> None:
         # 512^2 slots of 1,024 numbers.
-        found = count.parameters(load(REPOSITORY / "configs/paper/ccnews.yaml", ["memory={count: 1, sub_keys: 512}"]).config, 60_014)
+        found = count.parameters(
+            load(REPOSITORY / "configs/paper/ccnews.yaml", ["memory={count: 1, sub_keys: 512}"]).config, 60_014
+        )
         assert found.values == 262_144 * 1024
         assert found.keys == 4 * 2 * 512 * 256
         assert found.query == 1024 * 2048 + 2048 + 2 * 2048
