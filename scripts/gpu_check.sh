@@ -57,10 +57,10 @@ stage() {
     fi
 }
 
-stage "${CASES_SECONDS:-110}" "$python" -m pytest tests/memory/triton_cases.py "${tests[@]}" --junitxml="$folder/cases.xml" >"$folder/cases.log" 2>&1
+stage "${CASES_SECONDS:-100}" "$python" -m pytest tests/memory/triton_cases.py "${tests[@]}" --junitxml="$folder/cases.xml" >"$folder/cases.log" 2>&1
 tail -n 15 "$folder/cases.log"
 stage 65 "$python" benchmarks/memory_layer.py --device cuda --json "$folder/memory.json"
-stage 50 "$python" benchmarks/model.py --json "$folder/model.json"
+stage 45 "$python" benchmarks/model.py --json "$folder/model.json"
 if [ $training = yes ]; then
     # The paper's 12-layer models the other ways, and training itself: every precision, compiled or not, resumed to the bit.
     twelve=("12 layers, dense" "12 layers, one memory of 512^2")

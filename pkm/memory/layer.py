@@ -67,7 +67,8 @@ class MemoryLayer(nn.Module):
             picked = (indices, weights.detach())
             self.selection = picked if real is None else (picked[0][real], picked[1][real])
         if real is not None:
-            indices = indices.masked_fill(~real.view(-1, 1, 1), -1)
+            padding = ~real.view(-1, 1, 1)
+            indices, weights = indices.masked_fill(padding, -1), weights.masked_fill(padding, 0)  # 0 also where they are NaN
         read = partial(read_sharded, self.values) if self.sharded else self.values.read
         return read(indices.flatten(1), weights.flatten(1), compute_dtype(x), kernels).view(x.shape)
 

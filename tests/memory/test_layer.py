@@ -156,6 +156,17 @@ def test_padding_reads_nothing_and_touches_no_row() -> None:
     torch.testing.assert_close(weights.sum(-1), torch.ones(7, 2))
 
 
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_padding_that_is_not_finite_still_reads_nothing(kernels: str) -> None:
+    layer = build(kernels=kernels)
+    layer.eval()
+    x, mask = torch.randn(1, 4, 10), torch.tensor([[True, True, False, False]])
+    x[0, 2], x[0, 3] = torch.nan, torch.inf
+    out = layer(x, mask)
+    assert (out[0, 2:] == 0).all()
+    torch.testing.assert_close(out[0, :2], layer(x[:, :2])[0])
+
+
 def test_in_evaluation_a_token_sees_no_other() -> None:
     layer = build()
     for _ in range(3):
