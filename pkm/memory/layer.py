@@ -68,7 +68,8 @@ class MemoryLayer(nn.Module):
             self.selection = picked if real is None else (picked[0][real], picked[1][real])
         if real is not None:
             padding = ~real.view(-1, 1, 1)
-            indices, weights = indices.masked_fill(padding, -1), weights.masked_fill(padding, 0)  # 0 also where they are NaN
+            indices = indices.masked_fill(padding, -1)
+            weights = weights.masked_fill(padding, 0)  # also where they are NaN
         read = partial(read_sharded, self.values) if self.sharded else self.values.read
         return read(indices.flatten(1), weights.flatten(1), compute_dtype(x), kernels).view(x.shape)
 
