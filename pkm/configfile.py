@@ -76,6 +76,14 @@ def dump(config: BaseModel) -> str:
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config's tree as one level: from dotted keys to values; a section that is null is a key too."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
 def json_schema(schema: type[BaseModel]) -> dict[str, Any]:
     """The JSON schema of a file for editors: with `base`, and nothing required, since a base file may give it."""
     whole = schema.model_json_schema()

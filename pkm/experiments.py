@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pkm import configfile, metrics
 from pkm.config import Config
 from pkm.corpus.store import open_corpus
 from pkm.errors import UserError
+from pkm.files import read_json
 from pkm.grid import Cell, Grid
 from pkm.impossible import impossible_for
 from pkm.lock import WATCH_SECONDS, lives
@@ -89,7 +91,8 @@ def _add(found: dict[Path, Job], title: str, cell: Cell, seed: int, timed: bool,
 
 def differing(configs: Sequence[Config]) -> list[tuple[str, ...]]:
     """Of each config the settings that it does not share with all others, as `key=value`."""
-    flat = [dict(_settings(config.model_dump(mode="json"))) for config in configs]
+    trees = [configfile.flat(config.model_dump(mode="json", exclude={"name", "seed"})) for config in configs]
+    flat = [{key: str(value) for key, value in tree.items()} for tree in trees]
     several = {key for one in flat for key in one if len({other.get(key, one[key]) for other in flat}) > 1}
     some_dense = any(config.memory for config in configs)
     return [
@@ -97,14 +100,6 @@ def differing(configs: Sequence[Config]) -> list[tuple[str, ...]]:
         + tuple(f"{key}={value}" for key, value in one.items() if key in several and value != "None")
         for config, one in zip(configs, flat, strict=True)
     ]
-
-
-def _settings(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _settings(value, f"{prefix}{key}.")
-        elif prefix + key not in ("name", "seed"):
-            yield prefix + key, str(value)
 
 
 def check(jobs: Sequence[Job], ranks: int, here: bool = True) -> None:
@@ -169,10 +164,7 @@ class Task:
         self.progress.read(self.job.directory)
 
     def take_report(self) -> None:
-        try:
-            self.result = json.loads((self.job.directory / "report.json").read_bytes())
-        except (OSError, ValueError):
-            self.result = {}
+        self.result = read_json(self.job.directory / "report.json") or {}
 
 
 @dataclass
@@ -192,7 +184,7 @@ class Progress:
         return newest[len(newest) // 2] if newest else None
 
     def read(self, directory: Path) -> None:
-        path = directory / "metrics.jsonl"
+        path = directory / metrics.FILE
         try:
             with path.open("rb") as file:
                 if path.stat().st_size < self._offset:  # a run that goes on cuts off what its checkpoint had not seen
@@ -201,20 +193,10 @@ class Progress:
                 text = file.read()
         except OSError:
             return
-        whole = text.rpartition(b"\n")[0]
-        self._offset += len(whole) + 1 if whole else 0
-        for record in _records(whole.splitlines()):
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for record in metrics.records(whole.splitlines(keepends=True)):
             if record.get("kind") == "train":
                 self.step, self.loss = record["step"], record.get("loss")
                 if record["step"] > 1 and record.get("tokens_per_second"):
                     self.speeds.append(record["tokens_per_second"])
-
-
-def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from pkm.errors import UserError
 
@@ -123,6 +125,15 @@ def publish(temporary: str | Path, final: str | Path) -> None:
                 ) from error
             raise
         fsync_directory(final.parent)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object of a file; None if there is none that can be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def free_bytes(path: str | Path) -> int:

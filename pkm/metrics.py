@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -92,18 +92,23 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if (
-                line.endswith(b"\n")
-                and isinstance(record, dict)
-                and isinstance(record.get("step"), int)
-                and "kind" in record
-            ):
-                yield record
+        yield from records(file)
+
+
+def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Those that are whole: a line that was cut off, or holds none, is left out."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if (
+            line.endswith(b"\n")
+            and isinstance(record, dict)
+            and isinstance(record.get("step"), int)
+            and "kind" in record
+        ):
+            yield record
 
 
 class Curves:

@@ -196,11 +196,7 @@ class Run:
 
 def read_status(directory: Path) -> dict[str, Any]:
     """What status.json says; empty if there is none that can be read."""
-    try:
-        status = json.loads((directory / "status.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
+    return files.read_json(directory / "status.json") or {}
 
 
 def refuse_changes(path: Path, config: Config) -> list[str]:
@@ -209,8 +205,8 @@ def refuse_changes(path: Path, config: Config) -> list[str]:
     UserError with every key that may not.
     """
     old, new = (
-        _flat(configfile.load(path, (), Config).config.model_dump(mode="json")),
-        _flat(config.model_dump(mode="json")),
+        configfile.flat(configfile.load(path, (), Config).config.model_dump(mode="json")),
+        configfile.flat(config.model_dump(mode="json")),
     )
     changed, refused = [], []
     for key in {**old, **new}:
@@ -240,13 +236,6 @@ def _why_not(key: str, before: Any, now: Any, config: Config) -> str | None:
     schedules = [config.optim.dense.schedule] + ([config.optim.values.schedule] if config.memory else [])
     closed = [schedule for schedule in schedules if schedule not in OPEN_ENDED]
     return f" (learning rates of a {closed[0]} schedule depend on it)" if closed else None
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _shown(value: Any) -> str:

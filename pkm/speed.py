@@ -20,7 +20,7 @@ from pkm.config import Config
 from pkm.corpus.store import open_corpus
 from pkm.errors import UserError
 from pkm.evaluate import measure_speed
-from pkm.files import atomic_write
+from pkm.files import atomic_write, read_json
 from pkm.model import build_model
 from pkm.parallel import pick_device, set_up
 from pkm.trained import load_trained
@@ -51,7 +51,7 @@ def time_run(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
         "weights": f"step {step}" if trained else "as initialised",
         "trained": trained,
         "processor": processor(),
-        "machine": f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}",
+        "machine": machine(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     atomic_write(config.directory / FILE, json.dumps(record, indent=2) + "\n")
@@ -60,11 +60,7 @@ def time_run(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
 
 def read_speed(directory: Path) -> dict[str, Any] | None:
     """What speed.json of a run says; None without one."""
-    try:
-        record = json.loads((directory / FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
+    return read_json(directory / FILE)
 
 
 def seems_measured(directory: Path, trained: bool) -> bool:
@@ -81,6 +77,11 @@ def measured_here(config: Config, trained: bool) -> bool:
     if device.type != "cuda":
         return record.get("processor") == processor() and str(record.get("device")).startswith(device.type)
     return record.get("device") == card()
+
+
+def machine() -> str:
+    """Its platform and the versions that matter to a measurement."""
+    return f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def processor() -> str:

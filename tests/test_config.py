@@ -15,20 +15,13 @@ import yaml
 from pkm import grid
 from pkm.config import Config, MemoryConfig, load
 from pkm.errors import UserErrors
+from tests.tiny import MEMORY, MINIMAL, loaded
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIGS = REPOSITORY / "configs"
 PAPER = CONFIGS / "paper"
 YAMLS = sorted(CONFIGS.rglob("*.yaml"))
 SHIPPED = [p for p in YAMLS if p.parent.name != "scales" and p.stem not in grid.names()]
-MINIMAL = "name: a\ncorpus: {path: p, context: 64}\noptim: {steps: 5, batch_tokens: 512}\nmodel: {layers: 6, dim: 64, heads: 8}\n"
-MEMORY = "memory: {layers: [5], sub_keys: 64}\n"
-
-
-def config(tmp_path: Path, text: str, *overrides: str) -> Config:
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
-    return load(path, overrides).config
 
 
 def shipped_id(path: Path) -> str:
@@ -45,30 +38,30 @@ class TestDerived:
         self, tmp_path: Path, layers: int, count: int, expected: tuple[int, ...]
     ) -> None:
         text = MINIMAL.replace("layers: 6", f"layers: {layers}") + f"memory: {{count: {count}, sub_keys: 64}}\n"
-        assert config(tmp_path, text).memory_layers == expected
+        assert loaded(tmp_path, text).memory_layers == expected
 
     def test_a_dense_model_has_no_memory(self, tmp_path: Path) -> None:
-        dense = config(tmp_path, MINIMAL)
+        dense = loaded(tmp_path, MINIMAL)
         assert dense.memory is None and dense.memory_layers == () and dense.slots == 0
 
     def test_widths_and_batches_follow_from_the_settings(self, tmp_path: Path) -> None:
-        made = config(tmp_path, MINIMAL + MEMORY)
+        made = loaded(tmp_path, MINIMAL + MEMORY)
         assert (made.ffn, made.sequences, made.slots) == (256, 8, 4096)
         assert made.directory == Path("runs/a")
-        assert config(tmp_path, MINIMAL, "model.ffn=100").ffn == 100
+        assert loaded(tmp_path, MINIMAL, "model.ffn=100").ffn == 100
 
     def test_a_home_directory_is_expanded(self, tmp_path: Path) -> None:
-        made = config(tmp_path, MINIMAL, "corpus.path=~/corpus", "runs=~/runs")
+        made = loaded(tmp_path, MINIMAL, "corpus.path=~/corpus", "runs=~/runs")
         assert made.corpus.path == Path.home() / "corpus" and made.runs == Path.home() / "runs"
 
     @pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a/", ".", "a b", "a/../b", "-a"])
     def test_a_name_cannot_leave_the_runs_directory(self, tmp_path: Path, name: str) -> None:
         with pytest.raises(UserErrors, match=r"c.yaml:1: name must be text: letters, digits"):
-            config(tmp_path, MINIMAL.replace("name: a", f"name: '{name}'"))
+            loaded(tmp_path, MINIMAL.replace("name: a", f"name: '{name}'"))
 
     def test_configs_are_frozen(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="frozen"):
-            config(tmp_path, MINIMAL).seed = 2
+            loaded(tmp_path, MINIMAL).seed = 2
 
 
 class TestShipped:

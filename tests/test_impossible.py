@@ -12,17 +12,9 @@ import yaml
 from pkm.config import Config, MemoryConfig, load
 from pkm.errors import UserErrors
 from pkm.impossible import IMPOSSIBLE, impossible, impossible_for
-from tests.tiny import merged
+from tests.tiny import MEMORY, MINIMAL, loaded, merged
 
 README = Path(__file__).parent.parent / "README.md"
-MINIMAL = "name: a\ncorpus: {path: p, context: 64}\noptim: {steps: 5, batch_tokens: 512}\nmodel: {layers: 6, dim: 64, heads: 8}\n"
-MEMORY = "memory: {layers: [5], sub_keys: 64}\n"
-
-
-def made(tmp_path: Path, text: str, *overrides: str) -> Config:
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
-    return load(path, overrides).config
 
 
 # One case for each rule of IMPOSSIBLE, in its order: overrides of a good config that break it.
@@ -54,7 +46,7 @@ def test_each_rule_refuses_its_case_and_no_other_does(
     tmp_path: Path, number: int, key: str, overrides: list[str]
 ) -> None:
     with pytest.raises(UserErrors) as caught:
-        made(tmp_path, MINIMAL + MEMORY, *overrides)
+        loaded(tmp_path, MINIMAL + MEMORY, *overrides)
     (error,) = caught.value.errors
     assert f"{key}: " in error.what and error.fix
     assert IMPOSSIBLE[number][0] == key
@@ -66,12 +58,12 @@ def test_every_rule_has_a_case() -> None:
 
 def test_the_line_to_blame_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserErrors) as caught:
-        made(tmp_path, MINIMAL + "memory:\n  layers: [5]\n  sub_keys: 64\n  knn: 100\n")
+        loaded(tmp_path, MINIMAL + "memory:\n  layers: [5]\n  sub_keys: 64\n  knn: 100\n")
     assert caught.value.errors[0].where == f"{tmp_path}/c.yaml:8"
 
 
 def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path: Path) -> None:
-    small = made(tmp_path, MINIMAL)
+    small = loaded(tmp_path, MINIMAL)
     assert impossible_for(small, 8) == []
     ((key, what, fix),) = impossible_for(small, 9)
     assert key == "optim.batch_tokens" and "fewer than the 9 ranks" in what and "576" in fix
@@ -93,7 +85,7 @@ def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path: Path) -> None:
 def test_what_some_numbers_of_ranks_cannot_do_is_refused_by_name(
     tmp_path: Path, ranks: int, overrides: list[str], keys: list[str]
 ) -> None:
-    found = impossible_for(made(tmp_path, MINIMAL + MEMORY, *overrides), ranks)
+    found = impossible_for(loaded(tmp_path, MINIMAL + MEMORY, *overrides), ranks)
     assert [key for key, _, _ in found] == keys
 
 

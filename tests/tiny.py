@@ -8,13 +8,22 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from pkm.config import Config
+from pkm.config import Config, load
 from pkm.corpus.store import ShardWriter, write_manifest
 from pkm.model import Transformer
 from pkm.optim import Optimizers
 from pkm.text.vocab import EOS_ID, SPECIALS, UNIVERSAL, Vocab
 
 VOCAB_SIZE = 50
+MINIMAL = "name: a\ncorpus: {path: p, context: 64}\noptim: {steps: 5, batch_tokens: 512}\nmodel: {layers: 6, dim: 64, heads: 8}\n"
+MEMORY = "memory: {layers: [5], sub_keys: 64}\n"
+
+
+def loaded(tmp_path: Path, text: str, *overrides: str) -> Config:
+    """The config of a file of this text, with overrides."""
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return load(path, overrides).config
 
 
 def tiny_config(**sections: Any) -> Config:

@@ -7,18 +7,18 @@ import json
 import os
 import socket
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pkm import configfile
+from pkm import configfile, metrics
 from pkm.config import Config
 from pkm.errors import UserError
+from pkm.files import read_json
 from pkm.lock import lives
-from pkm.report.results import read_metrics
 from pkm.run import read_status
 
 IN_SHORT = ("memory.layers", "memory.count", "memory.sub_keys", "memory.slots")
@@ -126,7 +126,7 @@ def read_run(directory: Path, label: str) -> Run:
     here = status.get("host") == socket.gethostname()
     if state == "running" and here and not lives(status.get("pid", 0)):
         state = "interrupted"
-    report, speed = (_json(directory / name) for name in ("report.json", "speed.json"))
+    report, speed = (read_json(directory / name) for name in ("report.json", "speed.json"))
     report = report if state == "finished" else None
     return Run(
         label,
@@ -134,7 +134,7 @@ def read_run(directory: Path, label: str) -> Run:
         read_settings(directory / "config.yaml"),
         state,
         " ".join(str(status.get("reason") or "").split()) if state in ("stopped", "failed") else "",
-        read_metrics(directory),
+        list(metrics.read(directory / metrics.FILE)),
         report,
         speed or (report or {}).get("speed"),
         _corpus(directory),
@@ -152,17 +152,14 @@ def read_settings(file: Path) -> dict[str, str]:
             tree = None
         if not isinstance(tree, dict):
             raise
-    return {key: value for key, value in _flat("", tree) if key not in ("name", "runs")}
+    assert tree is not None
+    short = {"memory": _in_short(tree["memory"])} if isinstance(tree.get("memory"), dict) else {}
+    flat = {key: _shown(value) for key, value in configfile.flat(tree).items() if key not in ("name", "runs")}
+    return {**flat, **short}
 
 
-def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        if key == "memory":
-            yield key, _in_short(value)
-        for inner, below in value.items():
-            yield from _flat(f"{key}.{inner}" if key else str(inner), below)
-    else:
-        yield key, "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+def _shown(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _in_short(memory: Mapping[str, Any]) -> str:
@@ -176,19 +173,11 @@ def _corpus(directory: Path) -> str | None:
     """Its newest checkpoint knows; before the first, the corpus itself does, if it is still there."""
     manifests = sorted(directory.glob("checkpoints/step-*/manifest.json"), reverse=True)
     for manifest in manifests:
-        fingerprint = ((_json(manifest) or {}).get("record") or {}).get("corpus")
+        fingerprint = ((read_json(manifest) or {}).get("record") or {}).get("corpus")
         if isinstance(fingerprint, str):
             return fingerprint
     try:
         path = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))["corpus"]["path"]
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return None
-    return (_json(Path(path) / "manifest.json") or {}).get("fingerprint")
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    return (read_json(Path(path) / "manifest.json") or {}).get("fingerprint")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from pkm import configfile
 from pkm.config import Config
 from pkm.files import atomic_write
 from pkm.report.findings import Finding, findings
@@ -151,7 +151,7 @@ def settings(results: Sequence[GridResult]) -> tuple[list[Setting], list[Setting
     replaced: dict[str, dict[str, None]] = {}
     cells = [cell for result in results for cell in result.grid.cells]
     for cell in cells:
-        here, there = dict(flat(cell.config)), dict(flat(cell.original))
+        here, there = flat(cell.config), flat(cell.original)
         for key, value in here.items():
             ours.setdefault(key, {})[value] = None
         for key in {**there, **here}:
@@ -162,17 +162,10 @@ def settings(results: Sequence[GridResult]) -> tuple[list[Setting], list[Setting
     return same, [Setting(key, tuple(pairs)) for key, pairs in replaced.items()]
 
 
-def flat(config: Config) -> Iterator[tuple[str, str]]:
-    """(dotted key, value) of every setting that says what is run."""
-
-    def walk(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                yield from walk(f"{prefix}.{key}" if prefix else key, inner)
-        else:
-            yield prefix, NOT_SET if value is None else value if isinstance(value, str) else json.dumps(value)
-
-    yield from walk("", config.model_dump(mode="json", exclude=NOT_SETTINGS))
+def flat(config: Config) -> dict[str, str]:
+    """Every setting that says what is run, by its dotted key."""
+    tree = configfile.flat(config.model_dump(mode="json", exclude=NOT_SETTINGS))
+    return {key: NOT_SET if v is None else v if isinstance(v, str) else json.dumps(v) for key, v in tree.items()}
 
 
 def machines(results: Sequence[GridResult]) -> list[tuple[str, int]]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from pkm.config import Config
+from pkm.files import read_json
 from pkm.grid import Cell, Grid, Measure
+from pkm.metrics import FILE, read
 from pkm.run import read_status
 
 State = Literal["finished", "running", "stopped", "failed", "not run"]
@@ -49,7 +49,7 @@ class Result:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of its metrics.jsonl, in order; empty without one."""
-        return read_metrics(self.config.directory)
+        return list(read(self.config.directory / FILE))
 
 
 @dataclass(frozen=True)
@@ -91,33 +91,10 @@ def read_results(grid: Grid, seeds: Sequence[int]) -> GridResult:
 def read_result(config: Config) -> Result:
     """Of one run, by its config."""
     status = read_status(config.directory)
-    report, speed = (_json(config.directory / name) for name in ("report.json", "speed.json"))
+    report, speed = (read_json(config.directory / name) for name in ("report.json", "speed.json"))
     state: State = status.get("state", "not run")
     if state == "finished" and status.get("step", 0) < config.optim.steps:
         state = "stopped"
     reason = str(status.get("reason") or "") if state in ("stopped", "failed") else ""
     finished = report if state == "finished" else None
     return Result(config.seed, config, state, reason, finished, speed or (finished or {}).get("speed"))
-
-
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl; a last line that was cut off is left out."""
-    try:
-        lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    records = []
-    for line in lines:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return records
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
 from typing import Any
-
-import torch
 
 from pkm.config import Config
 from pkm.corpus.store import Corpus
@@ -16,6 +13,7 @@ from pkm.files import atomic_write
 from pkm.model import Transformer
 from pkm.report.tables import markdown_table
 from pkm.run import Run
+from pkm.speed import machine
 from pkm.trainer import load_weights
 
 
@@ -65,7 +63,7 @@ def report_record(
         "evaluation": evaluation.record(),
         "training": fitted and fitted.record(),
         "speed": vars(speed),
-        "machine": f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}",
+        "machine": machine(),
     }
 
 
