@@ -15,6 +15,7 @@ setup(
         # training
         "torch>=2.11",
         "numpy",
+        "psutil",
         "pyyaml",
         "pydantic>=2.11",
         "rich",

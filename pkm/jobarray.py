@@ -23,7 +23,7 @@ from pkm.errors import UserError
 from pkm.experiments import TRAIN, Job, held
 from pkm.run import read_status
 from pkm.speed import seems_measured
-from pkm.workers import descendants, speed_command
+from pkm.workers import kill_all, speed_command
 
 RESTARTS = 3
 """Times that torchrun starts the ranks again when one dies."""
@@ -72,7 +72,7 @@ class Turn:
         while self._process is not None and self._code is None and time.monotonic() < deadline:
             time.sleep(0.1)
         if self._process is not None and self._code is None:
-            self._kill()
+            kill_all(self._process.pid)
         if self.ranks > 1:
             (self.job.directory / STOP_FILE).unlink(missing_ok=True)
         if self._code and read_status(self.job.directory).get("state") == "failed":
@@ -150,13 +150,6 @@ class Turn:
             (self.job.directory / STOP_FILE).write_text("the job's time is over\n", encoding="utf-8")
         else:
             os.kill(self._process.pid, signal.SIGUSR1)
-
-    def _kill(self) -> None:
-        for number in (*descendants(self._process.pid), self._process.pid):
-            try:
-                os.kill(number, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
 
 def _ignore_usr2() -> None:

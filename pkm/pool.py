@@ -32,7 +32,6 @@ class Pool:
         self.stopped_by: str | None = None
         """The signal that ended it."""
         self._signals = 0
-        self._killed = False
         self._children: list[tuple[Task, Child]] = []
 
     def run(self) -> None:
@@ -90,13 +89,12 @@ class Pool:
         for task, child in list(self._children):
             if self._signals:
                 child.ask_to_stop()
-            if self._signals > 1 and not self._killed:
+            if self._signals > 1:
                 child.kill()
             task.look()
             if child.ended():
                 self._children.remove((task, child))
                 yield task, child
-        self._killed = self._signals > 1
         self.board.tick()
 
     def _trained(self, task: Task, child: Child) -> None:

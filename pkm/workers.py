@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pkm.config import Config
 from pkm.dist import STOP_FILE
@@ -133,11 +136,7 @@ class Child:
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        for number in (*descendants(self.process.pid), self.process.pid):
-            try:
-                os.kill(number, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill_all(self.process.pid)
 
     def ended(self) -> bool:
         if self.process.poll() is None:
@@ -166,12 +165,10 @@ class Child:
             return file.read().decode("utf-8", "replace")
 
 
-def descendants(pid: int) -> list[int]:
-    """Every process that a process started, and those that these started. torchrun's ranks have sessions of their own."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout
-    parents = [tuple(map(int, line.split())) for line in listed.splitlines()]
-    found, new = [], [pid]
-    while new:
-        new = [child for child, parent in parents if parent in new]
-        found += new
-    return found
+def kill_all(pid: int) -> None:
+    """Kill a process and all that it started: torchrun's ranks have sessions of their own."""
+    with suppress(psutil.NoSuchProcess):
+        first = psutil.Process(pid)
+        for process in (*first.children(recursive=True), first):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 settings = dict(argument.split("=", 1) for argument in sys.argv[2:])
@@ -56,4 +57,4 @@ else:
     (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     os.kill(os.getppid(), signal.SIGTERM)
     while True:
-        signal.pause()
+        time.sleep(0.05)  # pause() would sleep through a signal that comes just before it

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +100,20 @@ def test_on_a_signal_every_run_saves_and_the_rest_is_left_for_the_next_time(grid
 def test_a_second_signal_kills_the_runs(grids: Grids) -> None:
     pool, said = grids.run(grids.jobs("table3"), {"layer1-": "deaf"}, at_once=1)
     assert pool.tasks[0].state == "stopped" and "killing the runs" in said
+
+
+def test_a_second_signal_at_whatever_moment_kills_the_runs(grids: Grids, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here after the runs were looked at whether they are to be killed; the run's own comes third."""
+    real, sent = workers.Child.ended, []
+
+    def ended(child: workers.Child) -> bool:
+        if child.asked and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        return real(child)
+
+    monkeypatch.setattr(workers.Child, "ended", ended)
+    pool, _ = grids.run(grids.jobs("table3"), {"layer1-": "deaf"}, at_once=1)
+    assert sent and pool.tasks[0].state == "stopped"
 
 
 def test_a_run_that_another_process_is_at_work_on_is_left_to_it(grids: Grids) -> None:
