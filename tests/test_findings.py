@@ -37,6 +37,8 @@ def upside_down(cell, seed):
     m = config.memory
     if "usage" in numbers:
         numbers["usage"] = 110 - numbers["usage"]
+    if "kl" in numbers:
+        numbers["kl"] = 3.5 - numbers["kl"]
     if "perplexity" in numbers:
         numbers["perplexity"] = numbers.get("train_perplexity") or 400 / numbers["perplexity"]
     if cell.name.startswith("position"):
@@ -105,7 +107,7 @@ def write_run(config, numbers, state):
     if "kwords_per_s" in numbers:
         write("speed.json", {"words_per_second": 1000 * numbers["kwords_per_s"]})
     if "perplexity" in numbers:
-        memories = {"5": {"percent": numbers["usage"], "kl": 1.0}} if "usage" in numbers else {}
+        memories = {"5": {"percent": numbers["usage"], "kl": numbers.get("kl", 1.0)}} if "usage" in numbers else {}
         training = {"perplexity": numbers["train_perplexity"]} if "train_perplexity" in numbers else None
         evaluation = {"perplexity": numbers["perplexity"], "memories": memories}
         write("report.json", {"evaluation": evaluation, "training": training, "speed": None})

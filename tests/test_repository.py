@@ -37,7 +37,8 @@ ORDER = """
     tensorfile  shards  manifest  kept  background  loaded  checkpoint  metrics  run  evaluate  profiler  console
     trainer  trained  generate  export  finding  selftest  doctor  gathered  network  sharedfiles  cluster  slurm
     experiments  speed  estimate  workers  plan  board  pool  jobarray
-    report.results  report.statistics  report.numbers  report.layout  report.tables  report.findings  report.plots
+    report.results  report.statistics  report.numbers  report.layout  report.tables  report.contrasts
+    report.findings  report.plots
     report.directories  report.compare  report.page  report.run
 """.split()  # noqa: SIM905
 

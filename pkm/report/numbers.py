@@ -16,6 +16,8 @@ from pkm.report.statistics import ENOUGH, Fit, fit
 Places = Mapping[str, Any]
 """Coordinates that a cell must have, in the paper's sizes; a tuple allows several."""
 Pair = tuple[CellResult, CellResult]
+UNITS: dict[Measure, str] = {"usage": "points", "kl": "nats"}
+"""Of what is compared as it is; the rest as logarithms."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,10 @@ class Numbers:
     def fit(self, measure: Measure, names: Iterable[str]) -> Fit:
         """Of the cells named, if these alone know their spread; else of all that have the measure.
 
-        In logarithms, but for usage, which is in percent.
+        In logarithms, but for what UNITS names.
         """
         found = {cell.cell.name: self.of(cell, measure) for cell in self.cells(measure, {})}
-        scale = float if measure == "usage" else math.log
+        scale = float if measure in UNITS else math.log
         values = {name: {seed: scale(y) for seed, y in of.items()} for name, of in found.items() if of}
         own = fit({name: values[name] for name in dict.fromkeys(names)})
         return own if own.freedom >= ENOUGH else fit(values)
@@ -133,9 +135,10 @@ def reads(cell: CellResult) -> int:
 
 
 def amount(difference: float, measure: Measure) -> str:
-    """A difference of what `fit` fits: percent, or points of usage."""
-    if measure == "usage":
-        return f"{round(difference, 1) + 0.0:+.1f} points"
+    """A difference of what `fit` fits: percent, or in the measure's own unit."""
+    if measure in UNITS:
+        places = 1 if measure == "usage" else 2
+        return f"{round(difference, places) + 0.0:+.{places}f} {UNITS[measure]}"
     return f"{round(100 * math.expm1(difference), 1) + 0.0:+.1f} %"
 
 
