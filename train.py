@@ -60,7 +60,7 @@ def main() -> int:
         corpus = open_corpus(config.corpus.path)
 
     with Run.open(config, resolved.yaml) as run:  # directory, lock, log; refuses what cannot go on
-        if run.is_finished():
+        if run.is_finished(reports=corpus.test is not None):
             run.show_report()
         else:
             model = prepare(build_model(config, corpus.vocab.size), config).to(device)

@@ -292,6 +292,7 @@ MAY_CHANGE = (
     "runs",
     "corpus.path",
     "device",
+    "threads",
     "max_minutes",
     "profile",
     "parallel.values",

@@ -63,6 +63,7 @@ def python() -> Finding:
 NEEDED = {
     "torch": ("torch", "2.11"),
     "numpy": ("numpy", None),
+    "psutil": ("psutil", None),
     "pyyaml": ("yaml", None),
     "pydantic": ("pydantic", "2.11"),
     "rich": ("rich", None),

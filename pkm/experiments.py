@@ -5,9 +5,6 @@ All cells of the first seed come before those of the second, so that a grid cut 
 
 from __future__ import annotations
 
-import json
-import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +14,10 @@ from pkm import configfile, metrics
 from pkm.config import Config
 from pkm.corpus.store import open_corpus
 from pkm.errors import UserError
-from pkm.files import read_json
 from pkm.grid import Cell, Grid
 from pkm.impossible import impossible_for
-from pkm.lock import WATCH_SECONDS, lives
 from pkm.parallel import pick_device, pick_precision
-from pkm.run import read_status
+from pkm.run import read_report, read_status
 
 State = Literal["waiting", "running", "timing", "finished", "stopped", "failed", "elsewhere"]
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -57,7 +52,7 @@ class Job:
         """Whether it is trained and has its report."""
         status = read_status(self.directory)
         done = status.get("state") == "finished" and status.get("step", 0) >= self.config.optim.steps
-        return done and (self.directory / "report.json").is_file()
+        return done and read_report(self.directory) is not None
 
     def saved_step(self) -> int:
         """Where it would go on: the step of its newest checkpoint; 0 without one."""
@@ -126,25 +121,6 @@ def check(jobs: Sequence[Job], ranks: int, here: bool = True) -> None:
             raise UserError(f"{job.title}: {key}: {what}", str(job.file), fix)
 
 
-def held(directory: Path) -> str | None:
-    """Which living process is at work on a run, as its lock says; None if none is.
-
-    A holder on another machine counts as living as long as it touches its lock.
-    """
-    path = directory / "lock"
-    try:
-        holder = json.loads(path.read_bytes())
-        age = time.time() - path.stat().st_mtime
-    except (OSError, ValueError):
-        return None
-    if not isinstance(holder, dict) or not isinstance(holder.get("pid"), int):
-        return None
-    here = holder.get("host") == socket.gethostname()
-    if not (lives(holder["pid"]) if here else age < WATCH_SECONDS):
-        return None
-    return f"process {holder['pid']} on {holder.get('host')}"
-
-
 @dataclass
 class Task:
     """A job while a grid is being run."""
@@ -164,7 +140,7 @@ class Task:
         self.progress.read(self.job.directory)
 
     def take_report(self) -> None:
-        self.result = read_json(self.job.directory / "report.json") or {}
+        self.result = read_report(self.job.directory) or {}
 
 
 @dataclass

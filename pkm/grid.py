@@ -144,7 +144,8 @@ def scales(folder: Path = FOLDER) -> list[str]:
 
 
 def load_grid(name: str, scale: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> Grid:
-    """The grid `name` at `scale`, each a name or a YAML file of one's own; `overrides` win over both, in every cell.
+    """The grid `name` at `scale`, each a name or a YAML file of one's own; `overrides` win over both, in every cell;
+    those of a memory are left out of a dense model.
 
     Raises UserErrors for mistakes in the files, UserError for a name that there is not or a size the scale does not know.
     """
@@ -159,7 +160,7 @@ def load_grid(name: str, scale: str, overrides: Sequence[str] = (), folder: Path
     cells = []
     for cell in settings.cells:
         original = load(start, cell.set).config
-        arguments = (*cell.set, *_scaled(original, sizes, scale), *_others(original, sizes, name), *overrides)
+        arguments = (*cell.set, *_scaled(original, sizes, scale), *_others(original, sizes, name, overrides))
         config = load(start, arguments).config
         config = config.model_copy(update={"name": f"reproduce/{scale}/{cell.name}"})
         printed = cell.paper or Printed()
@@ -238,8 +239,8 @@ def _scaled(original: Config, scale: Scale, name: str) -> list[str]:
     return [f"{key}={now}".replace(" ", "") for key, before, now in sizes if before != now]
 
 
-def _others(original: Config, scale: Scale, grid: str) -> list[str]:
-    given = (*scale.set, *scale.set_for.get(grid, ()))
+def _others(original: Config, scale: Scale, grid: str, overrides: Sequence[str]) -> list[str]:
+    given = (*scale.set, *scale.set_for.get(grid, ()), *overrides)
     return [one for one in given if original.memory is not None or not one.startswith("memory.")]
 
 

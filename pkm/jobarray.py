@@ -20,8 +20,9 @@ from pkm import files, slurm
 from pkm.config import load
 from pkm.dist import STOP_FILE
 from pkm.errors import UserError
-from pkm.experiments import TRAIN, Job, held
-from pkm.run import read_status
+from pkm.experiments import TRAIN, Job
+from pkm.lock import held
+from pkm.run import mark_failed, read_status
 from pkm.speed import seems_measured
 from pkm.workers import kill_all, speed_command
 
@@ -47,6 +48,8 @@ class Turn:
     _code: int | None = field(default=None, init=False)
     _process: Any = field(default=None, init=False)
     _asked: bool = field(default=False, init=False)
+    _before: dict[str, Any] = field(default_factory=dict, init=False)
+    """The status that it found."""
 
     def __call__(self) -> str:
         """The state the run is left in: finished or stopped. RuntimeError with its reason if it failed."""
@@ -54,9 +57,10 @@ class Turn:
             signal.signal(signal.SIGTERM, self._terminate)
         first = int(os.environ.get("SLURM_PROCID", "0")) == 0
         if self.job.trained and not self.job.is_finished():
+            self._before = read_status(self.job.directory)
             self._run(self._train_command())
             if not self.job.is_finished() or not first:
-                return self._outcome()
+                return self._outcome(first)
         if first and self.job.timed and not seems_measured(self.job.directory, self.job.trained):
             self._run(speed_command(self.job), _first_gpu())
             if self._code:
@@ -128,15 +132,20 @@ class Turn:
         while self._code is None:
             time.sleep(0.1)
 
-    def _outcome(self) -> str:
+    def _outcome(self, first: bool) -> str:
         status = read_status(self.job.directory)
-        if self.job.is_finished() or status.get("state") == "stopped":
+        told = self._code == 0 or status != self._before
+        if self.job.is_finished() or (told and status.get("state") == "stopped"):
             return str(status["state"])
         if self._asked:
             return "stopped"
-        if (holder := held(self.job.directory)) is not None:
+        if (holder := held(self.job.directory / "lock")) is not None:
             return f"running elsewhere: {holder}"
-        raise RuntimeError(str(status.get("reason") or f"exit status {self._code}: see above"))
+        failed = status != self._before and status.get("state") == "failed"
+        reason = str(status["reason"]) if failed else f"exit status {self._code}: see the job's log"
+        if first:
+            mark_failed(self.job.directory, reason)
+        raise RuntimeError(reason)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self._ask_to_stop()
@@ -175,7 +184,7 @@ def turns(jobs: Sequence[Job], asked: slurm.Job) -> list[Turn]:
             continue
         if not trained:
             slurm.check(asked, load(job.file, job.arguments))
-        if held(job.directory) is None and _submitted(job) not in queued:
+        if held(job.directory / "lock") is None and _submitted(job) not in queued:
             left.append(Turn(job, asked.ranks, asked.nodes, grace))
     return left
 

@@ -103,6 +103,36 @@ class Lock:
                 continue
 
 
+def held(path: Path) -> str | None:
+    """Which living process holds a lock; None if none does.
+
+    A holder on another machine counts as living as long as it touches its lock.
+    """
+    try:
+        holder = json.loads(path.read_bytes())
+        age = time.time() - path.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    if not isinstance(holder, dict) or not isinstance(holder.get("pid"), int):
+        return None
+    here = holder.get("host") == socket.gethostname()
+    if not (lives(holder["pid"]) and not _free(path) if here else age < WATCH_SECONDS):
+        return None
+    return f"process {holder['pid']} on {holder.get('host')}"
+
+
+def _free(path: Path) -> bool:
+    """Whether nobody on this machine has the flock: the number of a dead holder may be another process' now."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return _flock(file) is True
+    finally:
+        os.close(file)
+
+
 def _flock(file: int) -> bool | None:
     """Whether flock was got; None where the file system has none."""
     try:

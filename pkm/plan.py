@@ -10,7 +10,8 @@ from rich.table import Table
 
 from pkm.count import amount, parameters, size
 from pkm.estimate import Estimate, Estimator, roughly, total
-from pkm.experiments import SPEED, TRAIN, Job, held
+from pkm.experiments import SPEED, TRAIN, Job
+from pkm.lock import held
 from pkm.speed import measured_here
 from pkm.workers import Worker
 
@@ -79,7 +80,7 @@ def _remark(job: Job, estimate: Estimate) -> str:
         said = "timed only" if estimate.speed else "timed already"
     elif not estimate.train:
         said = "finished" + (", to be timed" if estimate.speed else "")
-    elif holder := held(job.directory):
+    elif holder := held(job.directory / "lock"):
         said = f"at work: {holder}"
     elif step := job.saved_step():
         said = f"goes on after step {step}"

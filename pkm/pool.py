@@ -14,8 +14,9 @@ from typing import Any
 
 from pkm import files
 from pkm.board import Board
-from pkm.experiments import Job, Task, held
-from pkm.run import read_status
+from pkm.experiments import Job, Task
+from pkm.lock import held
+from pkm.run import mark_failed, read_status
 from pkm.speed import measured_here
 from pkm.workers import Child, Worker, speed_command, train_command
 
@@ -67,7 +68,7 @@ class Pool:
         """The next run that nobody is at work on."""
         for task in self.tasks:
             if task.state in ("waiting", "elsewhere"):
-                holder = held(task.job.directory)
+                holder = held(task.job.directory / "lock")
                 if holder is None and task.state == "elsewhere" and task.job.is_finished():
                     self._finish(task)  # by who was at work on it
                 elif holder is None:
@@ -108,10 +109,12 @@ class Pool:
             self._end(
                 task, "stopped", "before it could save" if task.progress.step == 0 else "goes on from its last save"
             )
-        elif (holder := held(job.directory)) is not None:
+        elif (holder := held(job.directory / "lock")) is not None:
             self._end(task, "elsewhere", holder)
         else:
-            self._end(task, "failed", child.reason())
+            reason = child.reason()
+            mark_failed(job.directory, reason)
+            self._end(task, "failed", reason)
 
     def _time(self) -> None:
         """Words a second of each cell that a table shows them of, with nothing else at work."""
@@ -120,6 +123,9 @@ class Pool:
                 continue
             if not self.time_again and measured_here(task.job.config, task.job.trained):
                 continue
+            if any(other.state == "elsewhere" for other in self.tasks):
+                self.board.say("words a second are not measured beside runs elsewhere; the same command does it later")
+                break
             worker = Worker(self.workers[0].gpus[:1], self.workers[0].cores)
             self._start(task, worker, [*speed_command(task.job), "--quiet"], "speed.txt")
             while self._children:

@@ -26,7 +26,7 @@ from pkm import configfile, dist, files
 from pkm.checkpoint import Checkpoints
 from pkm.config import MAY_CHANGE, OPEN_ENDED, Config
 from pkm.errors import ToldElsewhere, UserError
-from pkm.lock import Lock
+from pkm.lock import Lock, lives
 from pkm.metrics import Metrics
 
 State = Literal["running", "stopped", "finished", "failed"]
@@ -46,6 +46,7 @@ class Run:
         )
         self._lock = Lock(self.directory / "lock")
         self._found: dict[str, Any] = {}
+        self._reported = False
 
     @classmethod
     def open(cls, config: Config, resolved_yaml: str) -> Run:
@@ -67,7 +68,8 @@ class Run:
                 except BaseException:
                     run._lock.release()
                     raise
-        run._found = dist.broadcast_object(read_status(run.directory))
+        there = (read_status(run.directory), read_report(run.directory) is not None)
+        run._found, run._reported = dist.broadcast_object(there)
         return run
 
     def _take_up(self, resolved_yaml: str) -> None:
@@ -122,26 +124,15 @@ class Run:
             reason = f"{type(error).__name__}: {reason}"
         if dist.world_size() > 1:
             reason = f"rank {dist.rank()} " + (f"lost another rank: {lost}" if lost else f"failed: {reason}")
-        self._write_status("failed", max(said.get("step", 0), self.metrics.last_step), reason)
+        write_status(self.directory, "failed", max(said.get("step", 0), self.metrics.last_step), reason)
         self._log(f"failed: {reason}")
 
     def status(self, state: State, step: int, reason: str | None = None) -> None:
         """Write status.json; rank 0 does. "stopped" says that a checkpoint is written, so the file STOP was obeyed and goes."""
         if dist.is_main():
-            self._write_status(state, step, reason)
+            write_status(self.directory, state, step, reason)
             if state == "stopped":
                 (self.directory / dist.STOP_FILE).unlink(missing_ok=True)
-
-    def _write_status(self, state: State, step: int, reason: str | None) -> None:
-        status = {
-            "state": state,
-            "step": step,
-            "reason": reason,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-        }
-        files.atomic_write(self.directory / "status.json", json.dumps(status, indent=1) + "\n")
 
     @contextmanager
     def stops_in_report(self, step: int) -> Iterator[None]:
@@ -158,9 +149,13 @@ class Run:
             self.status("stopped", step, reason)
             self.say(f"stopped before the report was written ({reason}); the same command writes it")
 
-    def is_finished(self) -> bool:
-        """Whether all steps that the config asks for had been done when it was opened."""
-        return self._found.get("state") == "finished" and self._found.get("step", 0) >= self.config.optim.steps
+    def is_finished(self, reports: bool = True) -> bool:
+        """Whether all steps that the config asks for had been done when it was opened, and the report written.
+
+        reports    False where there is nothing to report on: the corpus has no test split
+        """
+        done = self._found.get("state") == "finished" and self._found.get("step", 0) >= self.config.optim.steps
+        return done and (self._reported or not reports)
 
     def show_report(self) -> None:
         """Of a finished run, which has none where its corpus has no test split."""
@@ -197,6 +192,38 @@ class Run:
 def read_status(directory: Path) -> dict[str, Any]:
     """What status.json says; empty if there is none that can be read."""
     return files.read_json(directory / "status.json") or {}
+
+
+def is_interrupted(status: dict[str, Any]) -> bool:
+    """Whether a status says "running" of a process that is gone. Of one on another machine nobody can tell."""
+    here = status.get("host") == socket.gethostname()
+    return status.get("state") == "running" and here and not lives(status.get("pid", 0))
+
+
+def write_status(directory: Path, state: State, step: int, reason: str | None) -> None:
+    status = {
+        "state": state,
+        "step": step,
+        "reason": reason,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    files.atomic_write(directory / "status.json", json.dumps(status, indent=1) + "\n")
+
+
+def mark_failed(directory: Path, reason: str) -> None:
+    """Write into status.json why a run failed whose process could not: it was killed, or refused before it began."""
+    status = read_status(directory)
+    if status.get("state") != "finished" and (status.get("state"), status.get("reason")) != ("failed", reason):
+        with suppress(OSError, UserError):
+            write_status(directory, "failed", status.get("step", 0), reason)
+
+
+def read_report(directory: Path) -> dict[str, Any] | None:
+    """What report.json says; None if there is none that can be read."""
+    report = files.read_json(directory / "report.json")
+    return report if report and "evaluation" in report else None
 
 
 def refuse_changes(path: Path, config: Config) -> list[str]:

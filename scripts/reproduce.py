@@ -34,7 +34,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--corpus", type=Path, metavar="DIR", help="prepared corpus (default: what each cell's config names)")
     add("--seeds", type=int, default=1, metavar="N", help="runs of each cell, with seeds 1 to N (default: %(default)s)")
-    add("--set", nargs="+", default=[], metavar="key=value", help="settings that win in every cell")
+    add(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="key=value",
+        help="settings that win in every cell (memory.*: with a memory)",
+    )
     add("--jobs", type=int, metavar="N", help="runs at a time (default: one a GPU, or as the cores allow)")
     add(
         "--gpus-per-run",
@@ -64,10 +70,14 @@ def parser() -> argparse.ArgumentParser:
 @exits_cleanly
 def main() -> int:
     args = parser().parse_args()
-    if args.seeds < 1:
-        raise UserError(f"{args.seeds} seeds are no run", "--seeds", "write at least 1")
+    least = {"seeds": 1, "jobs": 1, "nodes": 1, "gpus_per_run": 0 if args.slurm else 1}
+    for name, number in least.items():
+        if (given := getattr(args, name)) is not None and given < number:
+            raise UserError(f"{given} is too few", f"--{name.replace('_', '-')}", f"write at least {number}")
+    if args.slurm and args.measure_speed_again:
+        raise UserError("with --slurm, what is measured stays", "--measure-speed-again", "leave one of the two out")
 
-    from pkm import experiments, workers
+    from pkm import experiments, plan, workers
     from pkm.estimate import Estimator
     from pkm.grid import load_grid, names
 
@@ -82,10 +92,13 @@ def main() -> int:
     estimator = Estimator(args.gpus_per_run)
     estimator.learn_from_disk(folder)
     code = 0
-    if args.slurm:
+    if args.commands:
+        print(*plan.commands(jobs, max(args.gpus_per_run, 1)), sep="\n")
+        return 0
+    if args.slurm and not args.report_only:
         submit(jobs, folder / "slurm", args)
         return 0
-    if args.commands or args.dry_run:
+    if args.dry_run:
         show(jobs, gpus, estimator, args)
         return 0
     if not args.report_only:
@@ -100,9 +113,6 @@ def show(jobs: list[Job], gpus: list[str], estimator: Estimator, args: argparse.
 
     from pkm import plan, workers
 
-    if args.commands:
-        print(*plan.commands(jobs, args.gpus_per_run), sep="\n")
-        return
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
     at_work = workers.workers([job.config for job in jobs], gpus, args.gpus_per_run, args.jobs)
     for line in plan.plan(jobs, estimator, at_work):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -37,22 +36,6 @@ def test_all_cells_of_the_first_seed_come_before_those_of_the_second_and_untrain
     assert [job.config.seed for job in jobs] == [1] * 12 + [2] * 9
     assert all(job.trained for job in jobs[12:])
     assert sum(not job.trained for job in jobs) == 3
-
-
-def test_a_lock_counts_only_while_its_holder_lives(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
-    assert experiments.held(tmp_path) is None
-    lock.touch()
-    assert experiments.held(tmp_path) is None
-    here = os.uname().nodename
-    lock.write_text(json.dumps({"pid": os.getpid(), "host": here}))
-    assert experiments.held(tmp_path) == f"process {os.getpid()} on {here}"
-    lock.write_text(json.dumps({"pid": 2**22 + 1, "host": here}))
-    assert experiments.held(tmp_path) is None
-    lock.write_text(json.dumps({"pid": 1, "host": "another"}))
-    assert experiments.held(tmp_path) == "process 1 on another"
-    os.utime(lock, (0, 0))
-    assert experiments.held(tmp_path) is None
 
 
 def test_progress_is_read_on_from_where_it_was_and_anew_where_a_run_went_back(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ class TestWhatDecides:
     def test_a_running_cell_that_a_claim_cannot_do_without_leaves_it_not_run(self, world):
         result = world("table3", as_printed, states={"position-1": "running"})
         found = findings(result)
-        assert [f.verdict for f in found] == ["not run", "not run", "holds"]
+        assert [f.verdict for f in found] == ["not run", "not run", "not run"]
         assert "running: position-1" in found[0].evidence
 
     def test_flat_keys_that_are_only_timed_are_not_missed_in_perplexity(self, world):
@@ -189,6 +189,33 @@ class TestWhatDecides:
     def test_a_grid_without_claims_has_no_findings(self, world):
         result = world("table3", as_printed)
         assert findings(replace(result, grid=replace(result.grid, name="mine"))) == []
+
+    def test_a_middle_position_must_beat_both_ends(self, world):
+        for first, verdict in ((24.0, "holds"), (15.0, "does not hold")):
+            ppl = {1: first, 6: 22.0}
+            result = world("table3", lambda c, s, ppl=ppl: {"perplexity": ppl.get(c.config.memory_layers[0], 20.0)})
+            assert findings(result)[2].verdict == verdict
+
+    def test_the_cells_of_equal_reads_that_are_furthest_apart_are_judged_in_points_of_usage(self, world):
+        def usage(cell, seed):
+            m = cell.original.memory
+            return {
+                "usage": {(1, 64): 40.0, (8, 8): 75.0, (1, 16): 2.0, (2, 8): 5.0}.get((m.heads, m.knn), 50.0),
+                "perplexity": 20.0,
+            }
+
+        first = findings(world("heads_knn", usage))[0]
+        assert first.verdict == "does not hold" and "40.0 % " in first.evidence and "75.0 % " in first.evidence
+
+    def test_product_keys_that_are_slower_somewhere_are_not_faster(self, world):
+        leads = dict(zip((128, 256, 384, 512, 768, 1024), (0.5, 0.63, 0.76, 0.86, 0.97, 1.13), strict=True))
+
+        def speeds(cell, seed):
+            side = round(math.sqrt(cell.original.slots))
+            found = as_printed(cell, seed)
+            return found | {"kwords_per_s": 10 * (leads[side] if cell.original.memory.keys == "product" else 1)}
+
+        assert findings(world("speed_memory", speeds))[2].verdict == "undecided"
 
 
 class TestStatistics:

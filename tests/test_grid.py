@@ -157,6 +157,12 @@ class TestNames:
 
 
 class TestFiles:
+    def test_settings_of_a_memory_win_where_there_is_one(self, grid) -> None:
+        cells = load_grid("table2", "smoke", ["memory.kernels=reference", "optim.steps=7"]).cells
+        assert {cell.config.optim.steps for cell in cells} == {7}
+        assert {cell.config.memory.kernels if cell.config.memory else None for cell in cells} == {"reference", None}
+        assert sum(cell.config.memory is None for cell in cells) == 1
+
     def test_a_size_that_a_scale_does_not_know_is_refused_with_its_line_to_add(self, tmp_path: Path) -> None:
         (tmp_path / "small.yaml").write_text("about: Too small.\ndim: {256: 16}\n")
         with pytest.raises(UserError, match=r"scale small: .*model.dim = 512[\s\S]*add `512: SIZE` to dim"):

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pkm import experiments, jobarray, slurm
@@ -54,7 +55,7 @@ def test_what_is_not_finished_is_submitted_as_one_array(jobs, cluster: Path, tmp
     done = grid[1].directory
     done.mkdir(parents=True)
     (done / "status.json").write_text(json.dumps({"state": "finished", "step": 20}))
-    (done / "report.json").write_text("{}")
+    (done / "report.json").write_text('{"evaluation": {}}')
     (done / "speed.json").write_text(json.dumps({"trained": True}))
     waiting = jobarray.turns(grid, ONE_GPU)
     assert len(waiting) == 11 and grid[1] not in [turn.job for turn in waiting]
@@ -128,8 +129,8 @@ def test_a_job_told_that_its_time_is_over_saves_and_goes_on_in_its_next_turn(job
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
         assert time.monotonic() < deadline and not submitted.done(), submitted.stderr()
         time.sleep(0.05)  # until training has begun: nothing tells of it but the file
-    (turn,) = [int(entry) for entry in os.popen(f"ps -o pid= --ppid {submitted._process.pid}").read().split()]
-    os.kill(turn, signal.SIGUSR2)
+    (turn,) = psutil.Process(submitted._process.pid).children()
+    turn.send_signal(signal.SIGUSR2)
     assert submitted.result() == "finished"
     assert read_status(job.directory)["step"] == 150
     log = (job.directory / "log.txt").read_text()
@@ -143,5 +144,11 @@ def test_a_failed_run_fails_its_job_with_the_reason(jobs, monkeypatch: pytest.Mo
     monkeypatch.setattr(jobarray, "TRAIN", Path(__file__).parent / "stand_in.py")
     with pytest.raises(RuntimeError, match="the loss is not finite"):
         jobarray.Turn(job, ranks=1, nodes=1, grace_seconds=5)()
+    # What an earlier turn left is not taken for this one's.
+    (job.directory / "status.json").write_text('{"state": "stopped", "step": 3, "reason": "SIGUSR1"}')
+    (job.directory.parents[2] / "acts.json").write_text('{"": "error"}')
+    with pytest.raises(RuntimeError, match="exit status 2"):
+        jobarray.Turn(job, ranks=1, nodes=1, grace_seconds=5)()
+    assert read_status(job.directory)["state"] == "failed"
     (job.directory.parents[2] / "acts.json").write_text("{}")
     assert jobarray.Turn(job, ranks=1, nodes=1, grace_seconds=5)() == "finished"

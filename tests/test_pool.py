@@ -18,7 +18,10 @@ from pkm.board import Board
 from pkm.errors import UserError
 from pkm.estimate import Estimator
 from pkm.grid import load_grid
+from pkm.lock import Lock
 from pkm.pool import Pool
+from pkm.report.results import read_result
+from pkm.run import read_status
 from pkm.workers import Worker
 from tests.tiny import tiny_config
 
@@ -80,6 +83,9 @@ def test_a_failed_run_says_why_and_does_not_stop_the_others(grids: Grids) -> Non
     assert "position-4 seed 1 stopped: time limit, at step 5" in said
     assert "this is said by" not in said
     assert "this is said by" in (jobs[0].directory / "output.txt").read_text()
+    # Its status says so too, of which a report reads; a run that was killed could not write it.
+    assert read_status(jobs[2].directory)["reason"] == "killed by SIGKILL (out of memory?)"
+    assert [read_result(job.config).state for job in jobs[:4]] == ["failed"] * 3 + ["stopped"]
     # The same call tries again what is not finished, and an old status is not taken for a new one's.
     pool, said = grids.run(jobs, {"layer1-": "error"})
     assert [task.state for task in pool.tasks] == ["failed"] + ["finished"] * 5
@@ -119,14 +125,14 @@ def test_a_second_signal_at_whatever_moment_kills_the_runs(grids: Grids, monkeyp
 def test_a_run_that_another_process_is_at_work_on_is_left_to_it(grids: Grids) -> None:
     jobs = grids.jobs("table3")
     jobs[0].directory.mkdir(parents=True)
-    holder = {"pid": os.getpid(), "host": os.uname().nodename}
-    (jobs[0].directory / "lock").write_text(json.dumps(holder))
+    lock = Lock(jobs[0].directory / "lock")
+    lock.acquire(print)
     pool, said = grids.run(jobs, {})
     assert pool.tasks[0].state == "elsewhere" and not pool.failed
     assert "position-1 seed 1 running elsewhere: process" in said
     assert len(grids.begun()) == 5
     # Once that is over it is taken up, or found finished.
-    (jobs[0].directory / "lock").write_text("")
+    lock.release()
     pool, said = grids.run(jobs, {})
     assert pool.tasks[0].state == "finished" and len(grids.begun()) == 6
 

@@ -135,7 +135,10 @@ class TestRefusals:
         assert not (tmp_path / "runs").exists() and "started" not in out
 
     def test_no_seeds_and_more_gpus_than_there_are_are_refused(self, reproduce, tiny_corpus_path: Path) -> None:
-        assert reproduce("table2", "--scale", "smoke", "--seeds", "0")[0] == 2
+        for option in ("--seeds", "--jobs", "--gpus-per-run", "--nodes"):
+            code, _, err = reproduce("table2", "--scale", "smoke", option, "0")
+            assert code == 2 and f"{option}: 0 is too few" in err
+        assert "are too few" not in reproduce("table2", "--scale", "smoke", "--slurm", "--gpus-per-run", "0")[2]
         assert "ranks cannot share" in reproduce(
             "table2", "--scale", "smoke", "--corpus", str(tiny_corpus_path), "--slurm", "--gpus-per-run", "5"
         )[2]  # fmt: skip
@@ -154,6 +157,16 @@ def test_every_cell_can_be_run_by_hand_with_the_command_that_is_printed(reproduc
     assert [command[1] for command in commands].count("scripts/speed.py") == 3
     names = [load(command[2], command[3:]).config.name for command in commands]
     assert len(set(names)) == 21 and sum("seed2" in name for name in names) == 9
+
+
+def test_slurm_is_not_asked_where_nothing_is_to_run(reproduce, tiny_corpus_path: Path, tmp_path: Path) -> None:
+    grid = ("table3", "--scale", "smoke", "--corpus", str(tiny_corpus_path), "--set", f"runs={tmp_path}/runs")
+    code, out, _ = reproduce(*grid, "--slurm", "--gpus-per-run", "0", "--commands")
+    assert code == 0 and out.count("python train.py ") == 6
+    code, out, _ = reproduce(*grid, "--slurm", "--report-only")
+    assert code == 0 and "not run: every cell" in out
+    code, _, err = reproduce(*grid, "--slurm", "--measure-speed-again")
+    assert code == 2 and "--measure-speed-again" in err
 
 
 def test_all_is_every_grid_with_shared_cells_once(reproduce, tiny_corpus_path: Path) -> None:

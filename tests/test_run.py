@@ -8,7 +8,7 @@ import pytest
 from pkm import lock
 from pkm.configfile import dump
 from pkm.errors import UserError
-from pkm.lock import Lock
+from pkm.lock import Lock, held
 from pkm.run import Run, read_status
 from tests.forked import error_of, exit_code_of, without_root
 from tests.tiny import tiny_config
@@ -129,10 +129,21 @@ def test_status_says_where_the_run_stands(opened):
 def test_a_finished_run_is_finished_until_more_steps_are_asked_for(opened):
     with opened() as run:
         run.status("finished", 20)
+        (run.directory / "report.json").write_text('{"evaluation": {}}')
     with opened() as run:
         assert run.is_finished()
     with opened(optim={"steps": 30}) as run:
         assert not run.is_finished()
+
+
+@pytest.mark.parametrize("left", [None, "", '{"evaluation"', "{}"])
+def test_a_run_whose_report_is_lost_or_broken_is_not_finished_where_there_is_something_to_report(opened, left):
+    with opened() as run:
+        run.status("finished", 20)
+        if left is not None:
+            (run.directory / "report.json").write_text(left)
+    with opened() as run:
+        assert not run.is_finished() and run.is_finished(reports=False)
 
 
 def test_a_finished_run_shows_its_report_if_it_has_one_and_does_not_log_it_again(opened, capsys):
@@ -275,3 +286,22 @@ def test_the_holder_shows_that_it_lives(tmp_path, monkeypatch):
 def test_a_lock_file_with_anything_in_it_is_taken(tmp_path):
     (tmp_path / "lock").write_bytes(b"\xff\0[")
     Lock(tmp_path / "lock").acquire(pytest.fail)
+
+
+def test_a_lock_counts_only_while_its_holder_lives(tmp_path):
+    path, here = tmp_path / "lock", socket.gethostname()
+    assert held(path) is None
+    lock = Lock(path)
+    lock.acquire(pytest.fail)
+    assert held(path) == f"process {os.getpid()} on {here}"
+    lock.release()
+    assert held(path) is None
+    # A holder that died, whose number another process has now: this one.
+    path.write_text(json.dumps({"pid": os.getpid(), "host": here}))
+    assert held(path) is None
+    path.write_text(json.dumps({"pid": 2**22 + 1, "host": here}))
+    assert held(path) is None
+    path.write_text(json.dumps({"pid": 1, "host": "another"}))
+    assert held(path) == "process 1 on another"
+    os.utime(path, (0, 0))
+    assert held(path) is None

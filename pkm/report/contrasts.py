@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pkm.grid import Coordinate, Measure
-from pkm.report.numbers import Numbers, Places, amount, amounts, place, reads, size
+from pkm.report.numbers import Numbers, Pair, Places, amount, amounts, place, reads, size
+from pkm.report.results import CellResult
 from pkm.report.statistics import ENOUGH, LEVEL, Fit, Weights, fit, judged, kendall
 
 Verdict = Literal["holds", "does not hold", "undecided", "not run"]
@@ -149,18 +150,22 @@ def enough_slots(n: Numbers) -> Outcome:
     return verdict, f"{evidence}; {better} of {len(ready)} sizes beat the model without one by more than 1 %"
 
 
-def above(n: Numbers, at: int, rivals: tuple[int, ...], hardest: bool) -> Outcome:
-    """Perplexity with the memory at layer `at` is above that at every rival (judged by the hardest), or at the best rival."""
-    cells = n.cells("perplexity", {"position": (at, *rivals)})
+def above(n: Numbers, at: tuple[int, ...], rivals: tuple[int, ...], hardest: bool) -> Outcome:
+    """Perplexity with the memory at any layer of `at` is above that at every rival (`hardest`), or at the best rival."""
+    cells = n.cells("perplexity", {"position": (*at, *rivals)})
     ready = n.measured(cells, "perplexity")
-    if len(ready) <= len(rivals):
+    if len(ready) < len(at) + len(rivals):
         return not_run(n.missing(cells, "perplexity"))
-    mine = next(cell for cell in ready if place(cell, "position") == at)
-    others = [cell for cell in ready if cell is not mine]
-    rival = (max if hardest else min)(others, key=lambda cell: n.mean(cell, "perplexity"))
+
+    def perplexity(cell: CellResult) -> float:
+        return n.mean(cell, "perplexity")
+
+    mine = min((cell for cell in ready if place(cell, "position") in at), key=perplexity)
+    others = [cell for cell in ready if place(cell, "position") in rivals]
+    rival = (max if hardest else min)(others, key=perplexity)
     fitted = n.fit("perplexity", [cell.cell.name for cell in ready])
     weights = {mine.cell.name: 1.0, rival.cell.name: -1.0}
-    verdict, effect = judge(n, "perplexity", 1, fitted, weights, len(rivals))
+    verdict, effect = judge(n, "perplexity", 1, fitted, weights, len(at) * len(rivals))
     return verdict, f"perplexity {n.show_pairs([(rival, mine)], 'perplexity', ())}: {effect}"
 
 
@@ -172,9 +177,13 @@ def alike(n: Numbers, measure: Measure) -> Outcome:
     missing = n.missing(cells, measure)
     if not pairs:
         return not_run(missing)
-    a, b = max(pairs, key=lambda pair: n.mean(pair[1], measure) / n.mean(pair[0], measure))
     fitted = n.fit(measure, [cell.cell.name for cell in ready])
-    weights = {a.cell.name: -1.0, b.cell.name: 1.0}
+
+    def apart(pair: Pair) -> dict[str, float]:
+        return {pair[0].cell.name: -1.0, pair[1].cell.name: 1.0}
+
+    a, b = max(pairs, key=lambda pair: fitted.contrast(apart(pair)))
+    weights = apart((a, b))
     verdict, effect = judge(n, measure, -1, fitted, weights, len(pairs) // 2, ALIKE[measure])
     return verdict, f"{measure} differs most in {n.show_pairs([(a, b)], measure, ())}: {effect}{without(missing)}"
 
@@ -216,13 +225,14 @@ def steady(n: Numbers, places: Places, falls: bool) -> Outcome:
 
 
 def pulls_away(n: Numbers) -> Outcome:
-    """Product keys are faster than flat keys at the largest size, and their lead grows with the size."""
+    """Product keys are faster than flat keys at the largest size, slower at none, and their lead grows with the size."""
     pairs, missing = n.pairs("kwords_per_s", {"keys": "flat"}, {"keys": "product"}, ("slots",))
     if len(pairs) < 3:
         return not_run(missing)
     leads = [n.mean(b, "kwords_per_s") / n.mean(a, "kwords_per_s") for a, b in pairs]
     tau, p, _ = kendall([[(size(b, "slots"), lead) for (_, b), lead in zip(pairs, leads, strict=True)]])
-    verdict: Verdict = "holds" if tau > 0 and p <= LEVEL else "undecided"
+    slower = min(leads) < 1 / SPEED_TOLERANCE
+    verdict: Verdict = "holds" if tau > 0 and p <= LEVEL and not slower else "undecided"
     verdict = verdict if leads[-1] > SPEED_TOLERANCE else "does not hold"
     ends = " to ".join(n.label(pairs[i][1], ("slots",)) for i in (0, -1))
     shown = ", ".join(f"{lead:.3g}" for lead in leads)

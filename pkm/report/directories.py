@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from pkm import configfile, metrics
 from pkm.config import Config
 from pkm.errors import UserError
 from pkm.files import read_json
-from pkm.lock import lives
-from pkm.run import read_status
+from pkm.run import is_interrupted, read_report, read_status
+from pkm.speed import read_speed
 
 IN_SHORT = ("memory.layers", "memory.count", "memory.sub_keys", "memory.slots")
 """Settings that the short form of a memory, `memory`, says already."""
@@ -123,11 +122,9 @@ def read(directories: Sequence[Path]) -> list[Run]:
 def read_run(directory: Path, label: str) -> Run:
     status = read_status(directory)
     state = status.get("state", "not begun")
-    here = status.get("host") == socket.gethostname()
-    if state == "running" and here and not lives(status.get("pid", 0)):
+    if is_interrupted(status):
         state = "interrupted"
-    report, speed = (read_json(directory / name) for name in ("report.json", "speed.json"))
-    report = report if state == "finished" else None
+    report = read_report(directory) if state == "finished" else None
     return Run(
         label,
         directory,
@@ -136,7 +133,7 @@ def read_run(directory: Path, label: str) -> Run:
         " ".join(str(status.get("reason") or "").split()) if state in ("stopped", "failed") else "",
         list(metrics.read(directory / metrics.FILE)),
         report,
-        speed or (report or {}).get("speed"),
+        read_speed(directory) or (report or {}).get("speed"),
         _corpus(directory),
     )
 

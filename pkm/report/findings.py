@@ -134,10 +134,10 @@ CLAIMS: dict[str, list[tuple[str, Test]]] = {
             "a middle position (in the paper layers 4 and 5) beats the first",
             partial(difference, measure="perplexity", sign=-1, before={"position": 1}, after={"position": (4, 5)}),
         ),
-        ("the first position is the worst", partial(above, at=1, rivals=(2, 3, 4, 5, 6), hardest=True)),
+        ("the first position is the worst", partial(above, at=(1,), rivals=(2, 3, 4, 5, 6), hardest=True)),
         (
             "the best position is between the first and the last",
-            partial(above, at=6, rivals=(2, 3, 4, 5), hardest=False),
+            partial(above, at=(1, 6), rivals=(2, 3, 4, 5), hardest=False),
         ),
     ],
     "table4": [

@@ -161,7 +161,7 @@ def notes(result: GridResult) -> dict[str, list[CellResult]]:
     """Why cells have no number or fewer seeds than asked, each with the cells it is said of."""
     said: dict[str, list[CellResult]] = {}
     for one in result.cells:
-        if text := missing(one):
+        if text := missing(one, "kwords_per_s" in result.grid.settings.measures):
             said.setdefault(text, []).append(one)
     everything = len(result.cells) > 1
     return {
@@ -174,13 +174,14 @@ def names(cells: Sequence[CellResult]) -> str:
     return ", ".join(one.cell.name for one in cells)
 
 
-def missing(one: CellResult) -> str:
-    """What a cell lacks and why, in a few words; empty if it has all."""
-    lacking = [run for run in one.runs if (run.state != "finished" if one.cell.trained else run.speed is None)]
+def missing(one: CellResult, timed: bool) -> str:
+    """What a cell lacks and why, in a few words; empty if it has all.
+
+    timed    it is to have words a second, of one seed at least
+    """
+    lacking = [run for run in one.runs if run.state != "finished"] if one.cell.trained else []
     if not lacking:
-        return ""
-    if not one.cell.trained:
-        return "not timed yet"
+        return "not timed yet" if timed and not one.values("kwords_per_s") else ""
     texts: dict[str, list[int]] = {}
     for run in lacking:
         texts.setdefault(_why(run), []).append(run.seed)
@@ -190,9 +191,9 @@ def missing(one: CellResult) -> str:
 
 
 def _why(run: Result) -> str:
-    if run.state == "running":
+    if run.state in ("running", "interrupted"):
         step = max((r.get("step", 0) for r in run.metrics), default=0)
-        return f"running, step {step:,} of {run.config.optim.steps:,}"
+        return f"{run.state}, step {step:,} of {run.config.optim.steps:,}"
     return f"{run.state} ({' '.join(run.reason.split())})" if run.reason else run.state
 
 
@@ -241,6 +242,12 @@ def phrases(cell: Cell, keys: Sequence[Coordinate], short: bool = False) -> str:
 
 def _remarks(result: GridResult) -> list[str]:
     remarks = []
+    here, there = (
+        ", ".join(dict.fromkeys(str(getattr(one.cell, which).corpus.path) for one in result.cells))
+        for which in ("config", "original")
+    )
+    if here != there:
+        remarks.append(f"on the corpus {here}, in place of {there}")
     timed = [one for one in result.cells if not one.cell.trained]
     if timed and "perplexity" in result.grid.settings.measures:
         remarks.append(f"timed but not trained, as in the paper: {names(timed)}")

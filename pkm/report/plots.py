@@ -315,7 +315,10 @@ def remarks(result: GridResult, measure: Measure) -> str:
     if any(one.spread(measure) is not None for one in result.cells):
         text += f" Bars: standard deviation over {len(result.seeds)} seeds."
     timed = measure == "kwords_per_s"
-    lacking = sum(not one.values(measure) for one in result.cells if one.cell.trained or timed)
+    asked = [one for one in result.cells if one.cell.trained or timed]
+    if measure in ("usage", "kl"):
+        asked = [one for one in asked if one.cell.config.memory]
+    lacking = sum(not one.values(measure) for one in asked)
     return text + (f" {lacking} of {len(result.cells)} cells have no number yet." if lacking else "")
 
 
@@ -330,16 +333,14 @@ def canvas(height: float = 2.9) -> Iterator[Figure]:
         yield Figure(figsize=(7.2, height), layout=ConstrainedLayoutEngine(wspace=0.06))
 
 
-def add_legend(figure: Figure, beside: bool = False) -> None:
+def add_legend(figure: Figure) -> None:
     """One for all panels, outside them."""
     entries: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, text in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(text, handle[0] if isinstance(handle, tuple) else handle)
     handles, texts = list(entries.values()), list(entries)
-    if beside and len(texts) > 1:
-        figure.legend(handles, texts, loc="outside right upper")
-    elif len(texts) > 1:
+    if len(texts) > 1:
         columns = max(1, min(len(texts), 110 // (max(map(len, texts)) + 8)))
         figure.set_figheight(figure.get_figheight() + 0.17 * (math.ceil(len(texts) / columns) - 1))
         figure.legend(handles, texts, loc="outside lower center", ncols=columns)

@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 from pkm.config import Config
-from pkm.files import read_json
 from pkm.grid import Cell, Grid, Measure
 from pkm.metrics import FILE, read
-from pkm.run import read_status
+from pkm.run import is_interrupted, read_report, read_status
+from pkm.speed import read_speed
 
-State = Literal["finished", "running", "stopped", "failed", "not run"]
+State = Literal["finished", "running", "interrupted", "stopped", "failed", "not run"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Result:
     report: dict[str, Any] | None
     """Its report.json."""
     speed: dict[str, Any] | None
-    """Words a second: speed.json, measured with nothing else at work; else the report's."""
+    """Words a second: speed.json, measured with nothing else at work. The report's own may have been taken beside other runs."""
 
     def value(self, measure: Measure) -> float | None:
         """None where it was not measured. Of several memories, usage and KL are means."""
@@ -91,10 +91,13 @@ def read_results(grid: Grid, seeds: Sequence[int]) -> GridResult:
 def read_result(config: Config) -> Result:
     """Of one run, by its config."""
     status = read_status(config.directory)
-    report, speed = (read_json(config.directory / name) for name in ("report.json", "speed.json"))
-    state: State = status.get("state", "not run")
-    if state == "finished" and status.get("step", 0) < config.optim.steps:
-        state = "stopped"
+    report = read_report(config.directory)
+    state: State = "interrupted" if is_interrupted(status) else status.get("state", "not run")
     reason = str(status.get("reason") or "") if state in ("stopped", "failed") else ""
-    finished = report if state == "finished" else None
-    return Result(config.seed, config, state, reason, finished, speed or (finished or {}).get("speed"))
+    if state == "finished" and status.get("step", 0) < config.optim.steps:
+        state, reason = "stopped", f"at step {status.get('step', 0)}"
+    elif state == "finished" and report is None:
+        state, reason = "stopped", "its report is gone: the same command writes it again"
+    return Result(
+        config.seed, config, state, reason, report if state == "finished" else None, read_speed(config.directory)
+    )

@@ -118,7 +118,7 @@ def csv_rows(result: GridResult) -> list[dict[str, Any]]:
             row |= {f"{measure}_seeds": len(one.values(measure)), f"paper_{measure}": getattr(cell.printed, measure)}
         row["trained"] = cell.trained
         row["state"] = "; ".join(dict.fromkeys(run.state for run in one.runs))
-        row["reason"] = missing(one)
+        row["reason"] = missing(one, "kwords_per_s" in settings.measures)
         row["runs"] = " ".join(str(run.config.directory) for run in one.runs)
         rows.append(row)
     return rows
@@ -143,26 +143,3 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-
-def comparison(runs: Sequence[tuple[str, str, str, dict[str, Any] | None]]) -> str:
-    """(name, state, reason, report.json or None) of several runs as one table; of several memories, the first to last."""
-    header = ["run", "state", "values", "perplexity", "per word", "usage %", "KL", "words/s"]
-    return markdown_table(header, [_compared(*run) for run in runs])
-
-
-def _compared(name: str, state: str, reason: str, report: dict[str, Any] | None) -> list[str]:
-    if report is None:
-        return [name, f"{state}: {reason}" if reason else state, "", "", "", "", "", ""]
-    measured = report["evaluation"]
-    memories = measured["memories"].values()
-    return [
-        name,
-        state,
-        f"{report['parameters']['values']:,}",
-        f"{measured['perplexity']:.2f}",
-        f"{measured['word_perplexity']:.2f}",
-        ", ".join(f"{m['percent']:.1f}" for m in memories),
-        ", ".join(f"{m['kl']:.2f}" for m in memories),
-        f"{report['speed']['words_per_second']:,.0f}",
-    ]

@@ -53,6 +53,7 @@ def write_run(
             "machine": "A machine, Python 3, torch 2",
         }
         _write(directory / "report.json", report)
+        _write(directory / "speed.json", report["speed"])
     return directory
 
 
