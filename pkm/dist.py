@@ -38,11 +38,6 @@ def world_size() -> int:
     return td.get_world_size() if td.is_initialized() else 1
 
 
-def local_rank() -> int:
-    """This process among those of its node, from 0: the number of its GPU."""
-    return int(os.environ.get("LOCAL_RANK", "0")) if td.is_initialized() else 0
-
-
 def is_main() -> bool:
     """Whether this is the rank that writes what only one may write."""
     return rank() == 0
@@ -86,12 +81,6 @@ def seconds_since_torchrun() -> float:
 def share(rows: int) -> tuple[int, int]:
     """This rank's [first, last) of `rows`."""
     return rows * rank() // world_size(), rows * (rank() + 1) // world_size()
-
-
-def barrier() -> None:
-    """Wait until every rank is here."""
-    if world_size() > 1:
-        td.barrier()
 
 
 def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,19 +166,12 @@ class StopFlag:
         self.reason: str | None = None
         self._interrupted_at: float | None = None
         self._echo = SAME_CTRL_C_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
-        self._previous: dict[int, Any] = {}
 
     def install(self) -> StopFlag:
         """Take over SIGTERM, SIGINT and SIGUSR1; call it from the main thread."""
         for number in self.SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+            signal.signal(number, self._handle)
         return self
-
-    def restore(self) -> None:
-        """Put back the handlers that `install` replaced."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -18,16 +18,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from rich.console import Console
 
 from pkm import configfile, dist, files
 from pkm.checkpoint import Checkpoints
 from pkm.config import MAY_CHANGE, OPEN_ENDED, Config
-from pkm.errors import ToldElsewhere, UserError
+from pkm.errors import EXIT_USER_ERROR, ToldElsewhere, UserError
 from pkm.lock import Lock, lives
 from pkm.metrics import Metrics
+from pkm.peers import Peers
 
 State = Literal["running", "stopped", "finished", "failed"]
 
@@ -45,6 +46,7 @@ class Run:
             self.directory / "checkpoints", save.keep, self._warn, self.metrics.sync, save.in_background
         )
         self._lock = Lock(self.directory / "lock")
+        self._peers = Peers(self._end_with)
         self._found: dict[str, Any] = {}
         self._reported = False
 
@@ -70,6 +72,9 @@ class Run:
                     raise
         there = (read_status(run.directory), read_report(run.directory) is not None)
         run._found, run._reported = dist.broadcast_object(there)
+        if unwatched := run._peers.watch():
+            ranks = ", ".join(map(str, unwatched))
+            run._warn(f"no connection between rank 0 and these ranks: {ranks}. The others may not notice if one dies")
         return run
 
     def _take_up(self, resolved_yaml: str) -> None:
@@ -95,6 +100,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._peers.ending()
         lost = dist.loss_of_rank(error)
         if error is not None and not isinstance(error, SystemExit | ToldElsewhere):
             # The disk may be full: that must not hide the error itself.
@@ -106,12 +112,25 @@ class Run:
         with suppress(OSError):
             self.metrics.close()
         self._lock.release()
+        self._peers.leave(goodbye=error is None)
         if lost:
-            raise UserError(
-                f"another rank has ended, and this one ends with it: {read_status(self.directory).get('reason', lost)}",
-                where=str(self.directory),
-                fix="see what that rank said, here or in log.txt; the same command goes on from the newest checkpoint",
-            ) from error
+            raise self._ends_with(lost) from error
+
+    def _ends_with(self, lost: str) -> UserError:
+        return UserError(
+            f"another rank has ended, and this one ends with it: {read_status(self.directory).get('reason', lost)}",
+            where=str(self.directory),
+            fix="see what that rank said, here or in log.txt; the same command goes on from the newest checkpoint",
+        )
+
+    def _end_with(self, lost: str) -> NoReturn:
+        """As if the main thread had noticed it, which waits where nothing reaches it."""
+        with suppress(OSError, UserError):
+            self._fail(RuntimeError(lost), lost)
+        with suppress(OSError):
+            self._lock.release()
+        print(f"error: {self._ends_with(lost)}", file=sys.stderr, flush=True)
+        os._exit(EXIT_USER_ERROR)
 
     def _fail(self, error: BaseException, lost: str | None) -> None:
         """Any rank may have to say why the run failed: the others hear of it only by its silence."""

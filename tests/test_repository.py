@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parent.parent
 # The package from the bottom up: a file imports only from files above it here. A new file gets its line at the lowest
 # place where everything that imports it still comes after it.
 ORDER = """
-    errors  version  files  faults  lock  rendezvous  dist  collectives
+    errors  version  files  faults  lock  rendezvous  dist  peers  collectives
     yamltree  allowed  schemacheck  configfile  impossible  config  count  grid
     text.vocab  text.perl_classes  text.cache  text.filter  text.normalize  text.detokenize  text.moses_rules  text.chunks
     text.moses  text.merges  text.bpe  text.peers  text.encode

@@ -9,6 +9,7 @@ from pkm import lock
 from pkm.configfile import dump
 from pkm.errors import UserError
 from pkm.lock import Lock, held
+from pkm.peers import Peers
 from pkm.run import Run, read_status
 from tests.forked import error_of, exit_code_of, without_root
 from tests.tiny import tiny_config
@@ -191,6 +192,12 @@ def test_what_is_said_is_logged(opened):
         run.say("[bold]step[/bold] 1")
     assert opened.heard() == "[bold]step[/bold] 1\n"
     assert (opened.directory / "log.txt").read_text().endswith("  [bold]step[/bold] 1\n")
+
+
+def test_ranks_that_nobody_can_watch_are_named(opened, monkeypatch):
+    monkeypatch.setattr(Peers, "watch", lambda self: [2, 3])
+    with opened():
+        assert "warning: no connection between rank 0 and these ranks: 2, 3." in opened.heard()
 
 
 # ---- directories that say no --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ signalled, limited and watched like any process.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
 import json
@@ -134,7 +135,8 @@ class Server:
         environment    dict of variables to set
         when           {"kind": "train", "step": 9, "signals": ["SIGTERM"], "touch": path}: once that record is written,
                        the process gets these signals and that file is made; with {"said": text} instead of a step,
-                       once that was said (every rank says it, rank 0 aloud); with "raises": text it fails with that
+                       once that was said (every rank says it, rank 0 aloud); with "raises": text it fails with that,
+                       with "held": true it waits in C from then on, as for a GPU
         nan            number of a step in which this process finds a loss that is no number
         clock_runs_backwards
         file_size      most bytes a file may have
@@ -236,6 +238,7 @@ def _arrange(
     signals: tuple[str, ...] = (),
     touch: str | None = None,
     raises: str | None = None,
+    held: bool = False,
 ) -> None:
     from pkm.metrics import Metrics
     from pkm.run import Run
@@ -245,6 +248,8 @@ def _arrange(
             Path(touch).touch()
         for name in signals:
             os.kill(os.getpid(), signal.Signals[name])
+        while held:
+            ctypes.CDLL(None).sleep(1000)
         if raises is not None:
             raise RuntimeError(raises)
 

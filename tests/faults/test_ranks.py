@@ -111,6 +111,28 @@ def test_an_exception_on_one_rank_ends_the_others_with_its_reason(runs, rank):
     ends_as_the_whole(runs, "run")
 
 
+@pytest.mark.parametrize("dead", [0, 2])
+def test_ranks_held_up_where_no_signal_reaches_end_with_the_reason_when_one_is_killed(runs, dead):
+    """As ranks that wait for a GPU, whose collective never ends."""
+    on = {rank: {"when": {"step": 9, "held": True}} for rank in range(4)}
+    on[dead] = {"when": {"step": 9, "signals": ["SIGKILL"]}}
+    ended = runs.run_ranks(4, "run", "optim.micro_batch=2", on=on)
+    assert [end.code for end in ended] == [-9 if rank == dead else 2 for rank in range(4)]
+    state, step, reason = runs.status("run")
+    assert (state, step) == ("failed", 9)
+    assert re.fullmatch(f"rank [0-3] lost another rank: rank {dead} has ended", reason) and reason in runs.log("run")
+    for end in ended:
+        assert end.code == -9 or (f"lost another rank: rank {dead} has ended" in end.err and "Traceback" not in end.err)
+
+
+def test_a_rank_held_up_ends_with_the_reason_of_the_one_that_failed(runs):
+    on = {0: {"when": {"step": 9, "held": True}}, 1: {"when": {"step": 9, "raises": "boom"}}}
+    ended = runs.run_ranks(2, "run", on=on)
+    reason = "rank 1 failed: RuntimeError: boom"
+    assert codes(ended) == [2, 1] and reason in ended[0].err
+    assert runs.status("run") == ("failed", 9, reason) and "lost another rank" not in runs.log("run")
+
+
 def test_a_loss_that_is_no_number_on_one_rank_is_skipped_on_all(runs):
     for name, rank in (("run", 0), ("other", 1)):
         assert codes(runs.run_ranks(2, name, "optim.steps=9", on={rank: {"nan": 7}})) == [0, 0]
