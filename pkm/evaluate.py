@@ -21,7 +21,6 @@ from pkm.errors import UserError
 from pkm.memory.usage import Usage, UsageMeter
 from pkm.model import Transformer
 from pkm.parallel import autocast, pick_precision
-from pkm.text.vocab import PAD_ID
 
 WARM_UP_BATCHES = 3
 
@@ -83,10 +82,10 @@ def evaluate(
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
-            reads = (wanted != IGNORE)[ids != PAD_ID]  # a memory records the tokens that are not padding
+            reads = (wanted != IGNORE).flatten()  # never padding: what follows it is not scored
             for layer, memory in model.memories():
-                indices, weights = memory.selection
-                meters[layer].update(indices[reads], weights[reads])
+                indices, weights, _ = memory.selection
+                meters[layer].update(indices, weights, reads)
     nll, tokens, words = _sum_over_ranks(nll, tokens, words)
     for meter in meters.values():
         meter.sum_over_ranks()

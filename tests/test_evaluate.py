@@ -52,7 +52,7 @@ def test_usage_and_kl_follow_the_papers_definition(model, corpus):
     with torch.no_grad():
         for start in range(0, len(ids) - 1, 8):
             model.hidden(torch.from_numpy(ids[start : start + 8][: len(ids) - 1 - start])[None])
-            indices, weights = memory.selection
+            indices, weights, _ = memory.selection
             np.add.at(z, indices.numpy().ravel(), weights.double().numpy().ravel())
     memory.record = False
     z /= z.sum()

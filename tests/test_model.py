@@ -1,8 +1,13 @@
+from functools import partialmethod
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 
 from pkm.corpus.batches import IGNORE
-from pkm.model import build_model
+from pkm.model import Block, build_model
+from pkm.optim import build_optimizers
 from pkm.text.vocab import PAD_ID
 from tests.tiny import VOCAB_SIZE, tiny_config
 
@@ -126,3 +131,42 @@ def test_a_compiled_block_is_one_graph_and_computes_the_same(place):
         loss.backward()
         found.append((loss.detach(), model.blocks[0].attention.qkv.weight.grad, model.memory(2).selection[1].detach()))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+def test_memories_that_share_compiled_code_keep_their_gradients_apart():
+    config = tiny_config(model={"layers": 3}, memory={"layers": [1, 2, 3]})
+    ids = torch.randint(14, VOCAB_SIZE, (4, 8), generator=torch.Generator().manual_seed(1))
+    found = []
+    for compiled in (False, True):
+        model = build_model(config, VOCAB_SIZE).train()
+        build_optimizers(config.optim, model)
+        if compiled:
+            torch._dynamo.reset()
+            for block in model.blocks:
+                block.compile(fullgraph=True, backend="aot_eager")
+        model(ids, ids).backward()
+        found.append([memory.values.gradient() for _, memory in model.memories()])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(found[1][0].rows, found[1][1].rows)
+
+
+def test_plain_steps_logged_steps_and_evaluations_compile_without_breaks_and_once_for_all_memories(train, monkeypatch):
+    compiled = {}
+    # Beyond 8 versions of one function torch leaves it uncompiled, with no more than a warning.
+    for memories, update in ((1, "sparse"), (5, "sparse"), (5, "dense"), (5, "fused")):
+        torch._dynamo.reset()
+        counters.clear()
+        counter = CompileCounter()
+        monkeypatch.setattr(Block, "compile", partialmethod(torch.nn.Module.compile, backend=counter))
+        train(
+            name=f"{memories}-{update}",
+            compile=True,
+            model={"layers": memories + 1},
+            memory={"layers": list(range(2, memories + 2))},
+            optim={"steps": 4, "values": {"update": update}},
+            log={"every_steps": 2},
+            evaluate={"every_steps": 2},
+        )
+        assert not counters["graph_break"]
+        compiled[memories, update] = counter.frame_count
+    assert 0 < min(compiled.values()) == max(compiled.values()), compiled

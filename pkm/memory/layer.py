@@ -23,12 +23,12 @@ class MemoryLayer(nn.Module):
 
     Under autocast the query network and products with keys run in its dtype; scores, softmax and statistics stay in fp32.
 
-    record     if True, `selection` holds what the last forward read: (indices (N, H, k), weights (N, H, k)) of the
-               tokens that are not padding
+    record     if True, `selection` holds what the last forward selected: indices (N, H, k) and weights (N, H, k) of all
+               tokens, and which of them are not padding, (N,) bool, or None where no mask was given
     sharded    if True, `values` holds this rank's columns only (pkm.memory.ranks)
     """
 
-    selection: tuple[Tensor, Tensor]
+    selection: tuple[Tensor, Tensor, Tensor | None]
 
     def __init__(self, config: MemoryConfig, dim: int):
         super().__init__()
@@ -64,8 +64,8 @@ class MemoryLayer(nn.Module):
         real = None if mask is None else mask.flatten()
         indices, weights = self.search(tokens, real, kernels)
         if self.record:
-            picked = (indices, weights.detach())
-            self.selection = picked if real is None else (picked[0][real], picked[1][real])
+            # Padding too: how many tokens are none would be a size that compiled code cannot know.
+            self.selection = indices, weights.detach(), real
         if real is not None:
             padding = ~real.view(-1, 1, 1)
             indices = indices.masked_fill(padding, -1)

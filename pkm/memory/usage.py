@@ -44,8 +44,10 @@ class UsageMeter:
         self.tokens = 0
         self.shared = 0
 
-    def update(self, indices: Tensor, weights: Tensor) -> None:
-        """indices (N, H, k) int32 or int64, weights (N, H, k): what N tokens read."""
+    def update(self, indices: Tensor, weights: Tensor, counts: Tensor | None = None) -> None:
+        """indices (N, H, k) int32 or int64, weights (N, H, k): what N tokens read; counts (N,) bool: which of them to take."""
+        if counts is not None:
+            indices, weights = indices[counts], weights[counts]
         indices = indices.detach().cpu().long()
         self.weights.index_add_(0, indices.flatten(), weights.detach().cpu().double().flatten())
         self.tokens += indices.shape[0]

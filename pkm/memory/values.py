@@ -39,7 +39,9 @@ class Values(nn.Module):
     def __init__(self, slots: int, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(slots, dim).normal_(std=dim**-0.5))
-        self.ticket = 0
+        # A tensor, so that all tables of a size share compiled code: a number would be a constant of it.
+        self.ticket = torch.tensor(0, device="cpu")
+        self.collects = False
         self.inside_backward: Callable[[], AdamStep] | None = None
         self._gradient: RowGradient | None = None
 
@@ -47,8 +49,8 @@ class Values(nn.Module):
         """From now on keep compact gradients of the rows that were read instead of `weight.grad`."""
         self.weight.requires_grad_(False)
         self.weight.grad = None
-        self.ticket = self.ticket or next(_tickets)
-        ops.RECEIVERS[self.ticket] = self
+        self.collects, self.ticket = True, torch.tensor(next(_tickets), device="cpu")
+        ops.RECEIVERS[int(self.ticket)] = self
 
     def read(
         self, indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None, kernels: str = "reference"
@@ -57,7 +59,7 @@ class Values(nn.Module):
 
         An index below 0 reads nothing, leaves no gradient and touches no row.
         """
-        if self.ticket and torch.is_grad_enabled() and not weights.requires_grad:
+        if self.collects and torch.is_grad_enabled() and not weights.requires_grad:
             # Backward must pass here for the rows' sake even where nothing before needs a gradient.
             weights = weights.detach().requires_grad_()
         return ops.read(self.weight, indices, weights, self.ticket, dtype or self.weight.dtype, kernels)

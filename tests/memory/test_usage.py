@@ -60,6 +60,15 @@ def test_batches_add_up_in_any_order() -> None:
     assert (parts.tokens, parts.shared) == (whole.tokens, whole.shared)
 
 
+def test_tokens_that_do_not_count_leave_no_trace() -> None:
+    indices, weights, counts = torch.randint(0, 50, (40, 2, 3)), torch.rand(40, 2, 3), torch.rand(40) < 0.6
+    masked, picked = UsageMeter(50, 2), UsageMeter(50, 2)
+    masked.update(indices, weights, counts)
+    picked.update(indices[counts], weights[counts])
+    assert torch.equal(masked.weights, picked.weights)
+    assert (masked.tokens, masked.shared) == (int(counts.sum()), picked.shared)
+
+
 def test_no_weights_is_an_error_not_a_number() -> None:
     with pytest.raises(ValueError, match="no usage"):
         UsageMeter(4, 1).result()
