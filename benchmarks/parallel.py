@@ -90,7 +90,8 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         started = time.perf_counter()
         with counting:
             optim.clear()
-            backward(config, module, model, (batch[rows, :-1], batch[rows, 1:]), 1.0, "fp32", measures=False)
+            own = torch.from_numpy(batch[rows])
+            backward(config, module, model, (own[:, :-1], own[:, 1:]), 1.0, "fp32", measures=False)
             optim.sum_over_ranks()
             optim.step(step, optim.gradient_norms())
         seconds.append(time.perf_counter() - started)
@@ -114,7 +115,15 @@ def on_ranks(ranks: int, overrides: list[str], steps: int) -> dict[str, Any]:
     """What rank 0 of that many measured."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "measured.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+            f"--nproc-per-node={ranks}",
+            __file__,
+        ]
         command += ["--worker", str(out), "--steps", str(steps), *overrides]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -15,17 +15,29 @@ from pkm import dist
 from pkm.count import amount
 from pkm.evaluate import Evaluation
 from pkm.model import Transformer
+from pkm.parallel import parameters
 from pkm.run import Run
 
 
 class Clock:
     """Tokens per second since the last log line, and the time that is left; evaluations and saves are not counted as training.
 
-    spent    seconds of `max_minutes` that are over already
+    spent               seconds of `max_minutes` that are over already
+    save_seconds        that the first save may take
+    evaluation_steps    how long an evaluation may take, in steps, before there was one
     """
 
-    def __init__(self, step: int, steps: int, max_minutes: float | None = None, spent: float = 0.0):
+    def __init__(
+        self,
+        step: int,
+        steps: int,
+        max_minutes: float | None = None,
+        spent: float = 0.0,
+        save_seconds: float = 0.0,
+        evaluation_steps: float = 0.0,
+    ):
         self.steps, self.started_at, self.step = steps, step, step
+        self.save_seconds, self.evaluation_steps, self.evaluation_seconds = save_seconds, evaluation_steps, 0.0
         self.deadline = time.perf_counter() + 60 * max_minutes - spent if max_minutes else None
         self.seconds = self.interval_seconds = 0.0
         self.interval_tokens = 0
@@ -42,16 +54,27 @@ class Clock:
         """What happened since the last tick was not training but an evaluation, or a save."""
         self.last = time.perf_counter()
 
-    def must_stop(self, longest_save: float, saving: bool) -> bool:
+    def evaluated(self) -> None:
+        """What happened since the last tick was an evaluation."""
+        self.evaluation_seconds = max(self.evaluation_seconds, time.perf_counter() - self.last)
+        self.pause()
+
+    def step_seconds(self) -> float:
+        """Of a step, on average."""
+        return self.seconds / max(self.step - self.started_at, 1)
+
+    def must_stop(self, longest_save: float, saving: bool, evaluates: bool = False) -> bool:
         """Whether another step could leave too little of `max_minutes` to save in.
 
-        longest_save    seconds that a save took so far
+        longest_save    seconds that a save took so far; 0 before the first
         saving          one is going on, and the last one would have to wait for it
+        evaluates       an evaluation comes with the next step
         """
         if self.deadline is None:
             return False
-        step = self.seconds / max(self.step - self.started_at, 1)
-        return time.perf_counter() + 2 * step + (2.5 if saving else 1.5) * longest_save > self.deadline
+        save = (2.5 if saving else 1.5) * (longest_save or self.save_seconds)
+        evaluation = 1.5 * (self.evaluation_seconds or self.evaluation_steps * self.step_seconds())
+        return time.perf_counter() + 2 * self.step_seconds() + evaluation * evaluates + save > self.deadline
 
     def tokens_per_second(self) -> float:
         """Over the ticks since the last call."""
@@ -61,7 +84,7 @@ class Clock:
 
     def left(self) -> float:
         """Seconds, at the pace so far."""
-        return self.seconds / max(self.step - self.started_at, 1) * (self.steps - self.step)
+        return self.step_seconds() * (self.steps - self.step)
 
 
 def progress(run: Run, done: int, steps: int) -> Iterator[int]:
@@ -94,10 +117,7 @@ def peak_memory(device: torch.device) -> int:
 
 def start_line(model: Transformer, device: torch.device, precision: str, step: int) -> str:
     """What begins, or goes on: sizes, where it computes, and who computes the memories."""
-    values = sum(memory.values.weight.numel() for _, memory in model.memories()) * (
-        dist.world_size() if any(memory.sharded for _, memory in model.memories()) else 1
-    )
-    dense = sum(p.numel() for name, p in model.named_parameters() if ".memory.values." not in name)
+    dense, values = parameters(model)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     ranks = f", {dist.world_size()} ranks" if dist.world_size() > 1 else ""
     memories = "".join(f" | memory at layer {layer}: {memory.kernels}" for layer, memory in model.memories())

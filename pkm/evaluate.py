@@ -110,6 +110,18 @@ def evaluate(
     )
 
 
+def scored_tokens(config: Config, corpus: Corpus) -> int:
+    """Tokens that pass through the model in an evaluation of the validation split, windows that overlap counted whole."""
+    if corpus.valid is None:
+        return 0
+    documents = min(config.evaluate.documents or corpus.valid.documents, corpus.valid.documents)
+    return (
+        corpus.valid.document_start(documents)
+        * config.corpus.context
+        // (config.evaluate.stride or config.corpus.context)
+    )
+
+
 def measure_speed(model: Transformer, corpus: Corpus, split: Split, config: Config, seconds: float = 10.0) -> Speed:
     """Words and BPE tokens per second at inference, over `split`, for at most about `seconds` after a warm-up."""
     device = next(model.parameters()).device
@@ -131,7 +143,7 @@ def measure_speed(model: Transformer, corpus: Corpus, split: Split, config: Conf
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
         _wait(device)
-        elapsed = time.perf_counter() - started
+        elapsed = max(dist.gather_objects(time.perf_counter() - started))
     _, tokens, words = _sum_over_ranks(0.0, tokens, words)
     name = (
         torch.cuda.get_device_name() if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from pkm import tensorfile
 from pkm.config import Config, load
 from pkm.configfile import dump
 from pkm.errors import UserError
@@ -43,17 +44,19 @@ def export(trained: Trained, directory: Path) -> None:
     if directory.exists():
         raise UserError("is there already", str(directory), "name a directory that is not")
     temporary = directory.with_name(directory.name + ".tmp")
-    with explained(directory):
+    try:
+        with explained(directory):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            tensorfile.write(temporary / WEIGHTS, trained.model.state_dict(), {"step": str(trained.step)})
+            for name in ("codes", "vocab"):
+                shutil.copy(trained.corpus.path / name, temporary / name)
+            tokenizer = {"specials": trained.corpus.vocab.specials, "encoder": trained.corpus.manifest["tokenizer"]}
+            atomic_write(temporary / "tokenizer.json", json.dumps(tokenizer, indent=1) + "\n")
+            atomic_write(temporary / "config.yaml", dump(trained.config))
+        publish(temporary, directory)
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in trained.model.state_dict().items()}
-        save_file(weights, temporary / WEIGHTS, metadata={"step": str(trained.step)})
-        for name in ("codes", "vocab"):
-            shutil.copy(trained.corpus.path / name, temporary / name)
-        tokenizer = {"specials": trained.corpus.vocab.specials, "encoder": trained.corpus.manifest["tokenizer"]}
-        atomic_write(temporary / "tokenizer.json", json.dumps(tokenizer, indent=1) + "\n")
-        atomic_write(temporary / "config.yaml", dump(trained.config))
-    publish(temporary, directory)
 
 
 def load_exported(directory: Path, overrides: tuple[str, ...] = ()) -> Exported:

@@ -24,7 +24,7 @@ from pkm.experiments import TRAIN, Job
 from pkm.lock import held
 from pkm.run import mark_failed, read_status
 from pkm.speed import seems_measured
-from pkm.workers import kill_all, speed_command
+from pkm.workers import ONE_NODE, kill_all, speed_command
 
 RESTARTS = 3
 """Times that torchrun starts the ranks again when one dies."""
@@ -89,7 +89,7 @@ class Turn:
             return [sys.executable, *training]
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--max-restarts={RESTARTS}"]
         if self.nodes == 1:
-            return [*torchrun, "--standalone", f"--nproc-per-node={self.ranks}", *training]
+            return [*torchrun, *ONE_NODE, f"--nproc-per-node={self.ranks}", *training]
         from submitit import JobEnvironment
 
         here = JobEnvironment()
@@ -289,5 +289,9 @@ def _queued() -> set[str | None]:
     """The user's jobs that wait or run."""
     if shutil.which("squeue") is None:
         return set()
-    asked = subprocess.run(["squeue", "--me", "--noheader", "--array", "--format=%i"], capture_output=True, text=True)
+    command = ["squeue", "--me", "--noheader", "--array", "--format=%i"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired as late:
+        raise UserError("squeue does not answer", "--slurm", "try again when the cluster does") from late
     return {line.strip() for line in asked.stdout.splitlines()}

@@ -58,7 +58,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
-        return hidden * scale.to(hidden.dtype), weight * scale, bias * scale, None, None
+        # `scale` has no dimensions: the products are taken in fp32, and stay in the gradients' dtypes.
+        return hidden * scale, weight * scale, bias * scale, None, None
 
 
 def _chunks(hidden: Tensor, targets: Tensor, vocab_size: int):  # type: ignore[no-untyped-def]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
 import torch.distributed as td
 from torch import nn
@@ -25,6 +24,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 # Dense peak of matrix products, FLOP/s, by a part of the card's name and dtype (vendors' data sheets).
 PEAKS = {
     "H200": {"bf16": 989e12, "fp16": 989e12, "tf32": 495e12, "fp32": 67e12},
+    "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 418e12, "fp32": 60e12},
     "H100 PCIe": {"bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51e12},
     "H100": {"bf16": 989e12, "fp16": 989e12, "tf32": 495e12, "fp32": 67e12},
     "A100": {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
@@ -42,9 +42,14 @@ def pick_device(config: Config) -> torch.device:
     if not there[kind]:
         available = ", ".join(name for name in there if there[name])
         raise UserError(f"this machine has no {kind} device", "device", f"choose auto or one of: {available}")
-    if kind == "cuda" and "LOCAL_RANK" in os.environ:
-        return torch.device(kind, int(os.environ["LOCAL_RANK"]))
-    return torch.device(kind)
+    if kind != "cuda":
+        return torch.device(kind)
+    number, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= gpus:
+        raise UserError(
+            f"this machine shows {gpus} GPUs, and none for local rank {number}", "device", "start a rank a GPU"
+        )
+    return torch.device(kind, number)
 
 
 def pick_precision(config: Config, device: torch.device) -> str:
@@ -72,7 +77,9 @@ def kernels_line(config: Config) -> str:
 
 
 def set_up(config: Config, device: torch.device) -> None:
-    """Settings of torch that hold for the whole process: threads, and the precision of fp32 products."""
+    """Settings of torch that hold for the whole process: the GPU, threads, and the precision of fp32 products."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton's kernels, streams and copies take the current one
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.set_float32_matmul_precision("high" if pick_precision(config, device) == "tf32" else "highest")
@@ -126,10 +133,22 @@ def last_only(module: nn.Module, last: bool) -> AbstractContextManager[object]:
     return nullcontext() if last or not isinstance(module, DDP) else module.no_sync()
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A batch on its device; to a GPU from pinned memory, so that the copy runs while the GPU computes."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+def average_statistics(model: Transformer) -> None:
+    """With `batch_norm: each rank` the running statistics become the ranks' mean, so that all score and save the same model."""
+    norms = [memory.query.norm for _, memory in model.memories() if isinstance(memory.query.norm, BatchNorm)]
+    own = [buffer for norm in norms if norm.sum_over_ranks is None for buffer in norm.buffers()]
+    if dist.world_size() == 1 or not own:
+        return
+    means = dist.all_reduce(torch.cat(own)) / dist.world_size()
+    for buffer, mean in zip(own, means.split([len(buffer) for buffer in own]), strict=True):
+        buffer.copy_(mean)
+
+
+def parameters(model: Transformer) -> tuple[int, int]:
+    """How many: dense ones, and those of the values on all ranks together."""
+    dense = sum(p.numel() for name, p in model.named_parameters() if ".memory.values." not in name)
+    values = (m.values.weight.numel() * (dist.world_size() if m.sharded else 1) for _, m in model.memories())
+    return dense, sum(values)
 
 
 def _sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text

@@ -13,7 +13,7 @@ from pkm.estimate import Estimate, Estimator, roughly, total
 from pkm.experiments import SPEED, TRAIN, Job
 from pkm.lock import held
 from pkm.speed import measured_here
-from pkm.workers import Worker
+from pkm.workers import ONE_NODE, Worker
 
 
 def plan(jobs: Sequence[Job], estimator: Estimator, workers: Sequence[Worker]) -> Iterator[Table | str]:
@@ -36,7 +36,7 @@ def plan(jobs: Sequence[Job], estimator: Estimator, workers: Sequence[Worker]) -
 def commands(jobs: Sequence[Job], ranks: int) -> Iterator[str]:
     """What runs each by hand, for a shell."""
     for job in jobs:
-        start = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc-per-node={ranks}"]
+        start = ["python"] if ranks == 1 else ["torchrun", *ONE_NODE, f"--nproc-per-node={ranks}"]
         program = [*start, _shown(TRAIN)] if job.trained else ["python", _shown(SPEED)]
         yield f"# {', '.join(job.cells)}"
         yield shlex.join([*program, _shown(job.file), *job.arguments])

@@ -52,6 +52,8 @@ def _train(config: Config, deadline: float) -> tuple[list[float], str]:
     from pkm.parallel import pick_device
 
     device = pick_device(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     threads = torch.get_num_threads()
     # So small a model is no faster on several threads, and on a busy machine much slower.
     torch.set_num_threads(1)

@@ -98,8 +98,8 @@ def card() -> str | None:
     """The name of the first GPU. torch would make itself at home on it, beside the runs; so it is not asked."""
     try:
         asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
         )
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return torch.cuda.get_device_name()
     return asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout.strip() else None

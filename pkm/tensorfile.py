@@ -34,7 +34,7 @@ DTYPES = {
 SUFFIX = ".safetensors"
 
 
-def write(path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
+def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> tuple[int, str]:
     """Write `tensors` (any device, any shape) to the new file `path`, down to the disk; (bytes, sha256) of the file.
 
     One tensor at a time is copied to the CPU. OSError as the system gives it, FileExistsError if `path` exists.
@@ -43,7 +43,7 @@ def write(path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
     # Wide elements first, so that each tensor starts at a multiple of its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     with path.open("xb") as file:
-        for data in _pieces(names, tensors):
+        for data in _pieces(names, tensors, metadata):
             digest.update(data)
             file.write(data)
             faults.point("checkpoint:in-shard")
@@ -67,14 +67,16 @@ def opened(path: Path) -> Any:
         raise ValueError(f"not a safetensors file: {error}") from error
 
 
-def _pieces(names: list[str], tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    yield _header(names, tensors)
+def _pieces(
+    names: list[str], tensors: dict[str, Tensor], metadata: dict[str, str] | None
+) -> Iterator[bytes | memoryview]:
+    yield _header(names, tensors, metadata)
     for name in names:
         yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _header(names: list[str], tensors: dict[str, Tensor]) -> bytes:
-    entries: dict[str, object] = {}
+def _header(names: list[str], tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> bytes:
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name in names:
         tensor, end = tensors[name], offset + tensors[name].nbytes

@@ -5,25 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pkm import dist
+from pkm.ahead import Ahead, Batch
 from pkm.config import Config
 from pkm.console import Clock, duration, log_line, peak_memory, progress, start_line, valid_line
 from pkm.corpus.batches import TrainingBatches
 from pkm.corpus.store import Corpus
 from pkm.count import flops
 from pkm.errors import UserError
-from pkm.evaluate import evaluate, recording
+from pkm.evaluate import evaluate, recording, scored_tokens
 from pkm.loaded import Loaded
 from pkm.memory.usage import UsageMeter
 from pkm.model import Transformer
 from pkm.optim import LossScale, Optimizers
-from pkm.parallel import autocast, distribute, last_only, peak_flops, pick_precision, to_device
+from pkm.parallel import autocast, average_statistics, distribute, last_only, peak_flops, pick_precision
 from pkm.profiler import profiled
 from pkm.run import Run
+from pkm.shards import total_bytes
+
+SLOW_DISK = 200e6
+"""Bytes/s: how fast the first save may be, to stop in time for it."""
 
 
 @dataclass
@@ -90,8 +94,12 @@ def train(
         )
     batches = TrainingBatches(corpus.train, config.corpus.context, config.sequences, config.seed)
     spent = dist.seconds_since_torchrun()
-    clock = Clock(state.step, steps, config.max_minutes, spent)
+    everything = _everything(model, optim)
+    save_seconds = total_bytes(everything, _columns(model, everything)) / SLOW_DISK
+    evaluation_steps = scored_tokens(config, corpus) / config.optim.batch_tokens
+    clock = Clock(state.step, steps, config.max_minutes, spent, save_seconds, evaluation_steps)
     module, rows = distribute(model), dist.share(config.sequences)
+    ahead = Ahead(lambda step: batches.slice(step - 1, *rows), device)
     work, peak = flops(config, corpus.vocab.size).training, peak_flops(device, precision)
     model.train()
     run.status("running", state.step)
@@ -99,18 +107,18 @@ def train(
     if config.max_minutes and spent:
         run.say(f"{duration(spent)} since torchrun began, of max_minutes = {config.max_minutes:g}")
     if dist.world_size() > 1:
-        rehearse(config, module, model, batches.slice(0, *rows), precision)
+        rehearse(config, module, model, ahead.take(state.step + 1), precision)
 
     for step in progress(run, state.step, steps):
         logs = step % config.log.every_steps == 0 or step in (1, steps)
 
         # The gradient of the whole batch's mean loss.
         with profiled(config.profile, step, run.directory):
-            torch.manual_seed(config.seed * 1_000_003 + step * 1_009 + dist.rank())
+            torch.manual_seed((config.seed * 1_000_003 + step * 1_009 + dist.rank()) % 2**63)
             buffers = [buffer.clone() for buffer in model.buffers()]
             optim.clear()
             optim.begin(step)
-            loss, meters = backward(config, module, model, batches.slice(step - 1, *rows), scale.value, precision, logs)
+            loss, meters = backward(config, module, model, ahead.take(step), scale.value, precision, logs)
             optim.sum_over_ranks()
             if scale.active:
                 optim.scale_gradients(1 / scale.value)
@@ -153,9 +161,10 @@ def train(
             state.best_loss = min(state.best_loss, measured.loss)
             run.metrics.write(step, "valid", **measured.record())
             run.say(valid_line(step, measured, improved))
-            clock.pause()
+            clock.evaluated()
 
-        if clock.must_stop(run.checkpoints.longest_seconds, run.checkpoints.saving()):
+        evaluates = (step + 1) % config.evaluate.every_steps == 0 or step + 1 == steps
+        if clock.must_stop(run.checkpoints.longest_seconds, run.checkpoints.saving(), evaluates):
             stop.ask("time limit")
         if run.checkpoints.failed():
             stop.ask("failed save")
@@ -171,6 +180,7 @@ def train(
             run.say(f"stopped at step {step} ({reason}); the same command goes on from here")
             break
 
+    ahead.close()
     run.checkpoints.wait()
     return state
 
@@ -179,7 +189,7 @@ def backward(
     config: Config,
     module: nn.Module,
     model: Transformer,
-    batch: tuple[np.ndarray, np.ndarray],
+    batch: Batch,
     scale: float,
     precision: str,
     measures: bool,
@@ -197,7 +207,7 @@ def backward(
     meters = {n: UsageMeter(m.slots, m.heads) for n, m in model.memories()} if measures else {}
     total = torch.zeros((), device=device)
     for first in range(0, len(inputs), size):
-        ids, wanted = (to_device(part[first : first + size], device) for part in (inputs, targets))
+        ids, wanted = (part[first : first + size].to(device, non_blocking=True) for part in (inputs, targets))
         last = first + size >= len(inputs)
         with last_only(module, last), autocast(device, precision), recording(model, measures):
             loss = module(ids, wanted) / config.optim.batch_tokens
@@ -207,12 +217,11 @@ def backward(
             meter.update(*model.memory(layer).selection)
     for meter in meters.values():
         meter.sum_over_ranks()
+    average_statistics(model)
     return float(dist.all_reduce(total)), meters
 
 
-def rehearse(
-    config: Config, module: nn.Module, model: Transformer, batch: tuple[np.ndarray, np.ndarray], precision: str
-) -> None:
+def rehearse(config: Config, module: nn.Module, model: Transformer, batch: Batch, precision: str) -> None:
     """One backward pass that leaves nothing behind.
 
     After its first one DDP lays out its buckets anew, and with them the order in which more than two ranks are added up:

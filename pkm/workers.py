@@ -21,6 +21,9 @@ from pkm.errors import UserError
 from pkm.experiments import SPEED, TRAIN, Job
 from pkm.run import read_status
 
+ONE_NODE = ("--standalone", "--local-addr=127.0.0.1")
+"""torchrun's options; by itself it takes the machine's own name, which may not resolve, and then hangs."""
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -87,7 +90,7 @@ def workers(configs: Sequence[Config], gpus: Sequence[str], gpus_per_run: int, j
 
 def train_command(job: Job, ranks: int) -> list[str]:
     """What trains a job on this machine."""
-    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    several = ["-m", "torch.distributed.run", *ONE_NODE, f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return [sys.executable, *several, str(TRAIN), str(job.file), *job.arguments]
 
 

@@ -1,3 +1,14 @@
+import os
+
+# What a CI system, a launcher or a terminal may have set changes what programs do and print.
+for name in list(os.environ):
+    if name.startswith(("SLURM_", "TORCHELASTIC_", "PKM_")) or name in (
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR",
+        "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES",
+    ):  # fmt: skip
+        del os.environ[name]
+os.environ["TERM"] = "xterm"
+
 import hypothesis
 import pytest
 import torch

@@ -66,8 +66,8 @@ def measure(corpus_path: Path, case: str) -> dict[str, Any]:
     for step in range(1, STEPS + 1):
         optim.clear()
         optim.begin(step)
-        batch = batches.slice(step - 1, *dist.share(8))
-        loss, meters = trainer.backward(config, module, model, batch, 1.0, precision, measures=True)
+        inputs, targets = map(torch.from_numpy, batches.slice(step - 1, *dist.share(8)))
+        loss, meters = trainer.backward(config, module, model, (inputs, targets), 1.0, precision, measures=True)
         optim.sum_over_ranks()
         norms = optim.gradient_norms()
         found["losses"].append(loss)

@@ -1,4 +1,6 @@
 import json
+import resource
+import signal
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from pkm.errors import UserError
 from pkm.export import WEIGHTS, export, load_exported
 from pkm.generate import generate
 from pkm.trained import load_trained
+from tests.forked import error_of
 
 
 @pytest.fixture
@@ -30,6 +33,18 @@ def test_nothing_is_overwritten(exported):
     trained, directory = exported
     with pytest.raises(UserError, match="there already"):
         export(trained, directory)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(exported, tmp_path):
+    trained, _ = exported
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    said = error_of(lambda: export(trained, tmp_path / "again"), UserError, before=fill)
+    assert "again" in said and "large" in said
+    assert not list(tmp_path.glob("again*"))
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json", "vocab", "codes", "config.yaml"])

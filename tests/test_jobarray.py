@@ -120,7 +120,7 @@ def test_many_nodes_meet_at_the_first_and_each_starts_its_share(jobs, monkeypatc
 
 def test_a_job_told_that_its_time_is_over_saves_and_goes_on_in_its_next_turn(jobs, tmp_path: Path) -> None:
     """submitit's local executor: real processes; SIGUSR2 is what SLURM sends before the end."""
-    settings = ("optim.steps=150", "log.every_steps=1", "evaluate.every_steps=150", "checkpoint.every_steps=150")
+    settings = ("optim.steps=400", "log.every_steps=1", "evaluate.every_steps=400", "checkpoint.every_steps=400")
     job = jobs("one_billion_word", settings=settings)[0]
     asked = slurm.Job(nodes=1, gpus_per_node=0, time="30", cpus_per_task=1)
     (waiting,) = jobarray.turns([job], asked)
@@ -128,11 +128,11 @@ def test_a_job_told_that_its_time_is_over_saves_and_goes_on_in_its_next_turn(job
     metrics, deadline = job.directory / "metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
         assert time.monotonic() < deadline and not submitted.done(), submitted.stderr()
-        time.sleep(0.05)  # until training has begun: nothing tells of it but the file
+        time.sleep(0.01)  # until training has begun: nothing tells of it but the file
     (turn,) = psutil.Process(submitted._process.pid).children()
     turn.send_signal(signal.SIGUSR2)
     assert submitted.result() == "finished"
-    assert read_status(job.directory)["step"] == 150
+    assert read_status(job.directory)["step"] == 400
     log = (job.directory / "log.txt").read_text()
     assert log.count("beginning |") == 1 and log.count("going on after step") == 1 and "(SIGUSR1)" in log
 

@@ -50,6 +50,22 @@ def test_under_autocast_the_loss_stays_fp32_and_gradients_close():
     assert (tensors[1].grad - wanted).norm() < 2e-2 * wanted.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_factor_of_the_gradients_is_not_rounded(dtype):
+    """A batch of 24,576 tokens, under autocast; and a loss scale beyond fp16's range."""
+    for factor in (1 / 24576, 70_000 / 2**10):
+        found = []
+        for scale in (1.0, factor):
+            tensors, targets = inputs(torch.float32, n=64, d=32, v=50)
+            with torch.autocast("cpu", dtype=dtype):
+                nll = linear_cross_entropy(*tensors, targets)
+            (nll * scale).backward()
+            found.append([t.grad.double() for t in tensors])
+        for one, scaled in zip(*found, strict=True):
+            ratio = (scaled * one).sum() / (one * one).sum() / factor
+            assert abs(ratio - 1) < 5e-4
+
+
 def test_no_gradient_is_worked_out_at_evaluation():
     tensors, targets = inputs(n=13, d=5, v=11)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

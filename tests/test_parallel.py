@@ -7,7 +7,10 @@ import sys
 import pytest
 import torch
 
+from pkm.errors import UserError
+from pkm.parallel import pick_device, set_up
 from tests.ranks import CASES, measure
+from tests.tiny import tiny_config
 
 # On four processes, what on two says all there is to say of what else may be asked for.
 ON_FOUR = [case for case in CASES if case.endswith(("-plain", "-accumulated"))]
@@ -16,9 +19,16 @@ ON_FOUR = [case for case in CASES if case.endswith(("-plain", "-accumulated"))]
 @functools.cache
 def on_ranks(ranks, corpus, out):
     """CASE -> what `measure` found on that many processes, which talk by gloo."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={ranks}",
+    ]
     command = [*torchrun, "-m", "tests.ranks", str(corpus), str(out), *(ON_FOUR if ranks == 4 else CASES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out, weights_only=True)
 
@@ -74,3 +84,16 @@ def assert_close_in_bf16(found, expected):
 @pytest.mark.parametrize(("ranks", "case"), [(2, case) for case in CASES] + [(4, case) for case in ON_FOUR])
 def test_what_every_rank_holds_stays_the_same_on_all_to_the_last_bit(tiny_corpus_path, out, ranks, case):
     assert on_ranks(ranks, tiny_corpus_path, out / f"{ranks}.pt")[case]["replicas differ in"] == []
+
+
+def test_a_ranks_gpu_is_the_current_one_which_kernels_and_streams_take(monkeypatch):
+    config, taken = tiny_config(device="cuda", precision="fp32"), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    set_up(config, pick_device(config))
+    assert taken == [torch.device("cuda", 2)]
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(UserError, match="4 GPUs, and none for local rank 4"):
+        pick_device(config)

@@ -143,6 +143,10 @@ def test_another_corpus_than_the_run_began_with_is_refused(train, tmp_path, tiny
         load_trained(directory, "best", (f"corpus.path={json.dumps(str(other))}",))
 
 
+def test_the_largest_seed_trains(train):
+    assert train(seed=2**63 - 1, optim={"steps": 2})[2].step == 2
+
+
 def test_a_dense_model_trains_without_a_values_group(train):
     _, optim, _, directory = train(memory=None, optim={"steps": 3})
     assert list(optim.groups) == ["dense"]

@@ -41,6 +41,9 @@ IMPORTED_LATE = (
 )
 
 
+LONGEST_SECONDS = 400
+
+
 @dataclass(frozen=True)
 class Ended:
     code: int
@@ -54,6 +57,10 @@ class Job:
         self.server, self.pid, self.err = server, pid, err
         self.out = os.fdopen(out)
         self.heard: list[str] = []
+        # One that hangs is one failure, and not the end of all tests.
+        self.impatience = threading.Timer(LONGEST_SECONDS, self.kill)
+        self.impatience.daemon = True
+        self.impatience.start()
 
     def until(self, text: str) -> str:
         """Wait for a line with `text` in it on the standard output. AssertionError if the job ends without it."""
@@ -76,6 +83,7 @@ class Job:
         return self.ended(self.server.ask(wait=[self.pid])[1])
 
     def ended(self, code: int) -> Ended:
+        self.impatience.cancel()
         return Ended(code, "".join(self.heard), self.err.read_text())
 
 
@@ -145,6 +153,7 @@ class Server:
         self.jobs += 1
         out, err = self.scratch / f"{self.jobs}.out", self.scratch / f"{self.jobs}.err"
         os.mkfifo(out)
+        err.touch()  # a job that is killed at once has made none
         reader = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
         pid = self.ask(arguments=arguments, program=program, out=str(out), err=str(err), **options)
         os.set_blocking(reader, True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pkm import dist
 from pkm.config import Config
 from pkm.corpus.store import Corpus
 from pkm.dist import StopFlag
 from pkm.evaluate import Evaluation, Speed, evaluate, measure_speed
 from pkm.files import atomic_write
 from pkm.model import Transformer
+from pkm.parallel import parameters
 from pkm.report.tables import markdown_table
 from pkm.run import Run
 from pkm.speed import machine
@@ -38,9 +40,11 @@ def report(run: Run, config: Config, corpus: Corpus, model: Transformer, stop: S
     stop.check(run.directory)
     run.metrics.write(config.optim.steps, "test", **evaluation.record())
     record = report_record(config, model, best.step, evaluation, speed, fitted)
-    atomic_write(run.directory / "report.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
     text = report_markdown(record, evaluation, speed)
-    atomic_write(run.directory / "report.md", text)
+    with dist.together():
+        if dist.is_main():
+            atomic_write(run.directory / "report.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
+            atomic_write(run.directory / "report.md", text)
     run.say(text)
 
 
@@ -53,13 +57,11 @@ def report_record(
     fitted: Evaluation | None = None,
 ) -> dict[str, Any]:
     """What report.json holds. `fitted` scores training text."""
+    dense, values = parameters(model)
     return {
         "run": config.name,
         "step": step,
-        "parameters": {
-            "dense": sum(p.numel() for n, p in model.named_parameters() if ".memory.values." not in n),
-            "values": sum(memory.values.weight.numel() for _, memory in model.memories()),
-        },
+        "parameters": {"dense": dense, "values": values},
         "evaluation": evaluation.record(),
         "training": fitted and fitted.record(),
         "speed": vars(speed),

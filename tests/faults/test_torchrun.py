@@ -5,17 +5,19 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from tests.warm import REPOSITORY
+from pkm.workers import kill_all
+from tests.warm import LONGEST_SECONDS, REPOSITORY
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-TORCHRUN += ["--rdzv-endpoint=localhost:0", "--monitor-interval=0.1"]
+TORCHRUN += ["--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1", "--monitor-interval=0.1"]
 
 
 def torchrun(*arguments):
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*TORCHRUN, *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
@@ -23,6 +25,10 @@ def torchrun(*arguments):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    impatience = threading.Timer(LONGEST_SECONDS, kill_all, [process.pid])
+    impatience.daemon = True
+    impatience.start()
+    return process
 
 
 def until(process, text):

@@ -18,7 +18,7 @@ def whole(runs):
     made = {}
 
     def get(ranks, *settings):
-        name = "-".join(["whole", str(ranks), *settings]).replace("=", "-")
+        name = "-".join(["whole", str(ranks), *settings]).replace("=", "-").replace(" ", "-")
         if name not in made:
             runs.finish(ranks, name, *settings)
             made[name] = runs.outcome(name)
@@ -68,6 +68,18 @@ def test_a_rank_of_four_with_sharded_values_killed_in_a_save_in_the_background_e
     die(runs, 4, name, *settings, rank=rank, fault=point)
     runs.finish(4, name, *settings)
     assert runs.outcome(name) == whole(4, "parallel.values=sharded")
+
+
+def test_statistics_of_each_rank_are_saved_as_their_mean_so_that_a_killed_run_ends_bit_identical(runs, whole):
+    setting = "parallel.batch_norm=each rank"
+    die(runs, 2, "2-each", setting, rank=1, fault="checkpoint:end#2")
+    runs.finish(2, "2-each", setting)
+    assert runs.outcome("2-each") == whole(2, setting)
+    assert whole(2, setting)["metrics"] != whole(2)["metrics"]
+
+
+def test_a_report_counts_the_values_of_all_ranks(runs, whole):
+    assert whole(2, "parallel.values=sharded")["report"]["parameters"] == whole(2)["report"]["parameters"]
 
 
 @pytest.mark.parametrize(
