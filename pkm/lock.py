@@ -3,6 +3,9 @@
 The lock proper is flock on the file `lock`, which the system drops when its holder dies. Some network file systems keep
 flock to one machine or have none, so the file also says who holds it, and the holder touches it every few seconds: a
 holder on another machine counts as dead only when the file was not touched while we watched. No clocks are compared.
+
+Where flock does not exclude, two that start together may both find the file empty and both write it: it is the last one's.
+The other finds a token in it that is not its own, before it begins or, at the latest, when it would touch the file.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +28,23 @@ from pkm.errors import UserError
 
 BEAT_SECONDS = 10
 WATCH_SECONDS = 45
+SETTLE_SECONDS = 2
+RECORD_BYTES = 512  # of one length, so that two that are written at once do not mix
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class Lock:
-    """Holds `path` from `acquire` to `release`."""
+    """Holds `path` from `acquire` to `release`.
 
-    def __init__(self, path: Path, wait: Callable[[float], None] = time.sleep):
-        self.path, self._wait = path, wait
+    lost    called in a thread, with who it is, if another process took the lock over meanwhile
+    """
+
+    def __init__(
+        self, path: Path, lost: Callable[[str], object] = lambda by: None, wait: Callable[[float], None] = time.sleep
+    ):
+        self.path, self._lost, self._wait = path, lost, wait
         self._file: int | None = None
+        self._token = ""
         self._released = threading.Event()
 
     def acquire(self, say: Callable[[str], None]) -> None:
@@ -42,16 +55,13 @@ class Lock:
             works = _flock(file)
             holder = self._holder()
             if works is False or (holder and self._lives(holder, works, say)):
-                raise UserError(
-                    f"another process is at work on this run: {_described(holder)}",
-                    where=str(self.path.parent),
-                    fix="wait for it or stop it, or give this run another name",
-                )
+                raise self._refusal(holder)
             with files.explained(self.path):
-                me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-                os.ftruncate(file, 0)
-                os.pwrite(file, json.dumps(me).encode(), 0)
-                os.fsync(file)
+                self._write(file)
+            if works is None:
+                self._wait(SETTLE_SECONDS)  # whoever found the file empty as well has written by now
+                if not self.mine():
+                    raise self._refusal(self._holder())
         except BaseException:
             os.close(file)
             raise
@@ -59,16 +69,40 @@ class Lock:
             say(f"took over from {_described(holder)}, which ended without releasing the run")
         self._file = file
         self._released.clear()
-        threading.Thread(target=self._beat, args=(file,), name="lock", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
+        self._thread.start()
 
     def release(self) -> None:
         """Give the lock back; nothing to do if it is not held."""
         if self._file is None:
             return
         self._released.set()
-        os.ftruncate(self._file, 0)
+        if self.mine():
+            os.ftruncate(self._file, 0)
         os.close(self._file)
         self._file = None
+
+    def mine(self) -> bool:
+        """Whether the file still says what this lock wrote."""
+        try:
+            return self._holder().get("token") == self._token
+        except OSError:
+            return False
+
+    def _write(self, file: int) -> None:
+        self._token = uuid.uuid4().hex
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "token": self._token}
+        os.pwrite(file, json.dumps(me).encode().ljust(RECORD_BYTES), 0)
+        os.ftruncate(file, RECORD_BYTES)
+        os.fsync(file)
+
+    def _refusal(self, holder: dict[str, Any]) -> UserError:
+        return UserError(
+            f"another process is at work on this run: {_described(holder)}",
+            where=str(self.path.parent),
+            fix="wait for it or stop it, or give this run another name",
+        )
 
     def _holder(self) -> dict[str, Any]:
         """Who says to hold the lock; empty if nobody does."""
@@ -95,12 +129,16 @@ class Lock:
         with self.path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
 
-    def _beat(self, file: int) -> None:
+    def _beat(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
-            try:
+            with suppress(OSError):
+                holder = self._holder()
+                # One without a holder may just be written.
+                if holder and holder.get("token") != self._token:
+                    if not self._released.is_set():  # then it is the next one's by right
+                        self._lost(_described(holder))
+                    return
                 os.utime(self.path)
-            except OSError:
-                continue
 
 
 def held(path: Path) -> str | None:

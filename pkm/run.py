@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -45,7 +46,8 @@ class Run:
         self.checkpoints = Checkpoints(
             self.directory / "checkpoints", save.keep, self._warn, self.metrics.sync, save.in_background
         )
-        self._lock = Lock(self.directory / "lock")
+        self._lock = Lock(self.directory / "lock", self._taken_over)
+        self._owner = True
         self._peers = Peers(self._end_with)
         self._found: dict[str, Any] = {}
         self._reported = False
@@ -132,8 +134,16 @@ class Run:
         print(f"error: {self._ends_with(lost)}", file=sys.stderr, flush=True)
         os._exit(EXIT_USER_ERROR)
 
+    def _taken_over(self, by: str) -> None:
+        """Two jobs that started together, where the file system did not keep them apart; or this one was long asleep."""
+        self._owner = False
+        self._warn(f"another process took this run over: {by}. This one stops, and leaves status.json to the other")
+        os.kill(os.getpid(), signal.SIGTERM)
+
     def _fail(self, error: BaseException, lost: str | None) -> None:
         """Any rank may have to say why the run failed: the others hear of it only by its silence."""
+        if not self._owner:
+            return
         said = read_status(self.directory)
         over = said.get("state") == "stopped" or (lost and said.get("state") == "failed")
         if said.get("state") == "finished" or (over and said != self._found):
@@ -148,7 +158,7 @@ class Run:
 
     def status(self, state: State, step: int, reason: str | None = None) -> None:
         """Write status.json; rank 0 does. "stopped" says that a checkpoint is written, so the file STOP was obeyed and goes."""
-        if dist.is_main():
+        if dist.is_main() and self._owner:
             write_status(self.directory, state, step, reason)
             if state == "stopped":
                 (self.directory / dist.STOP_FILE).unlink(missing_ok=True)

@@ -2,11 +2,13 @@ import json
 import os
 import signal
 import socket
+import threading
 
 import pytest
 
 from pkm import lock
 from pkm.configfile import dump
+from pkm.dist import StopFlag
 from pkm.errors import UserError
 from pkm.lock import Lock, held
 from pkm.peers import Peers
@@ -262,13 +264,15 @@ def test_a_holder_on_another_machine_that_shows_life_is_refused(tmp_path, beat):
     assert json.loads(path.read_text())["host"] == "elsewhere"
 
 
-def test_where_the_file_system_has_no_flock_a_living_process_is_refused_and_a_dead_one_taken_over(
-    tmp_path, monkeypatch
-):
-    def no_flock(file, operation):
+@pytest.fixture
+def no_flock(monkeypatch):
+    def flock(file, operation):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(lock.fcntl, "flock", no_flock)
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+
+
+def test_where_the_file_system_has_no_flock_a_living_process_is_refused_and_a_dead_one_taken_over(tmp_path, no_flock):
     path, heard = tmp_path / "lock", []
     held_by(path, pid=os.getppid())
     with pytest.raises(UserError, match=f"process {os.getppid()}"):
@@ -276,8 +280,84 @@ def test_where_the_file_system_has_no_flock_a_living_process_is_refused_and_a_de
     gone = os.fork() or os._exit(0)
     os.waitpid(gone, 0)
     held_by(path, pid=gone)
-    Lock(path).acquire(heard.append)
+    Lock(path, wait=lambda seconds: None).acquire(heard.append)
     assert f"took over from process {gone}" in heard[0]
+
+
+@pytest.mark.parametrize("jobs", [2, 5])
+def test_of_jobs_that_start_together_where_there_is_no_flock_one_gets_the_lock(tmp_path, no_flock, monkeypatch, jobs):
+    """All look at the empty file before any writes."""
+    path, together, looked = tmp_path / "lock", threading.Barrier(jobs, timeout=60), set()
+    look = Lock._holder
+
+    def look_together(self):
+        found = look(self)
+        if self not in looked:
+            looked.add(self)
+            together.wait()
+        return found
+
+    monkeypatch.setattr(Lock, "_holder", look_together)
+    got, refused = [], []
+
+    def job():
+        own = Lock(path, wait=lambda seconds: together.wait())
+        try:
+            own.acquire(pytest.fail)
+            got.append(own)
+        except UserError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=job) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 1 and len(refused) == jobs - 1 and got[0].mine()
+    assert all(f"at work on this run: process {os.getpid()}" in message for message in refused)
+    got[0].release()
+    assert path.read_bytes() == b""
+
+
+def test_where_there_is_a_flock_nobody_waits(tmp_path):
+    own = Lock(tmp_path / "lock", wait=pytest.fail)
+    own.acquire(pytest.fail)
+    own.release()
+
+
+def test_a_lock_that_another_took_over_is_given_up_and_is_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.001)
+    path, lost, by = tmp_path / "lock", threading.Event(), []
+    own = Lock(path, lambda who: (by.append(who), lost.set()))
+    own.acquire(pytest.fail)
+    path.write_text("")  # as it is for a moment while another takes it
+    held_by(path, host="elsewhere", token="another")
+    before = path.read_text()
+    assert lost.wait(60) and by == ["process 1 on elsewhere, since then"]
+    own.release()
+    assert path.read_text() == before
+
+
+def test_a_run_that_another_process_took_over_stops_and_leaves_the_status_to_it(opened, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.001)
+    flag = StopFlag()
+    before = signal.signal(signal.SIGTERM, flag._handle)
+    try:
+        with opened() as run:
+            run.status("running", 3)
+            (opened.directory / "STOP").touch()
+            held_by(opened.directory / "lock", host="elsewhere", token="another")
+            run._lock._thread.join(60)
+            assert flag.requested(opened.directory) == "SIGTERM"
+            assert "warning: another process took this run over: process 1 on elsewhere" in opened.heard()
+            run.status("stopped", 4, "SIGTERM")
+            raise UserError("the disk is full")
+    except UserError:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert read_status(opened.directory)["state"] == "running" and (opened.directory / "STOP").exists()
+    assert "took this run over" in (opened.directory / "log.txt").read_text()
 
 
 def test_the_holder_shows_that_it_lives(tmp_path, monkeypatch):
