@@ -32,7 +32,7 @@ def main() -> int:
     resolved = load(args.config, args.overrides)  # every mistake at once, or a frozen Config
     config = resolved.config
     if args.dry_run:
-        from pkm.count import print_plan
+        from pkm.dryrun import print_plan
         from pkm.parallel import kernels_line
 
         resolved.refuse(impossible_for(config, args.ranks))

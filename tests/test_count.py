@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pkm import count
+from pkm import count, dryrun
 from pkm.config import Config, load
 
 REPOSITORY = Path(__file__).parent.parent
@@ -238,7 +238,7 @@ class TestBytes:
 
 class TestSummary:
     def test_it_names_layers_parameters_flops_and_memory(self, tmp_path: Path) -> None:
-        rows = count.summary(config(tmp_path, MINIMAL + MEMORY), VOCABULARY)
+        rows = dryrun.summary(config(tmp_path, MINIMAL + MEMORY), VOCABULARY)
         text = "\n".join(" ".join(row) for row in rows)
         for part in (
             "memory at layers 2",
@@ -252,16 +252,16 @@ class TestSummary:
             assert part in text
 
     def test_a_dense_model_says_that_it_has_no_memory(self, tmp_path: Path) -> None:
-        assert ("memory", "none", "a dense model") in count.summary(config(tmp_path, MINIMAL), VOCABULARY)
+        assert ("memory", "none", "a dense model") in dryrun.summary(config(tmp_path, MINIMAL), VOCABULARY)
 
     def test_the_plan_takes_the_vocabulary_of_the_prepared_corpus(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         made = config(tmp_path, MINIMAL, f"corpus.path={tmp_path}")
-        count.print_plan(made)
+        dryrun.print_plan(made)
         assert "no corpus at" in capsys.readouterr().out
         (tmp_path / "vocab").write_text("the 5\nof 3\n")
-        count.print_plan(made)
+        dryrun.print_plan(made)
         out = capsys.readouterr().out
         assert "no corpus at" not in out and " 16 " in out  # 14 special ids and two subwords
 
@@ -277,5 +277,5 @@ class TestSummary:
 
 
 def test_counting_imports_no_torch() -> None:
-    program = "import sys, pkm.count, pkm.config; sys.exit('torch' in sys.modules)"
+    program = "import sys, pkm.dryrun, pkm.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY).returncode == 0

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parent.parent
 # place where everything that imports it still comes after it.
 ORDER = """
     errors  version  files  faults  lock  rendezvous  dist  peers  collectives
-    yamltree  allowed  schemacheck  configfile  impossible  config  count  grid
+    yamltree  allowed  schemacheck  configfile  impossible  config  count  dryrun  grid
     text.vocab  text.perl_classes  text.cache  text.filter  text.normalize  text.detokenize  text.moses_rules  text.chunks
     text.moses  text.merges  text.bpe  text.peers  text.encode
     corpus.settings  corpus.damage  corpus.streams  corpus.records  corpus.sources  corpus.unfinished
