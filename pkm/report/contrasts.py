@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pkm.grid import Coordinate, Measure
-from pkm.report.numbers import Numbers, Pair, Places, amount, amounts, place, reads, size
+from pkm.report.numbers import Numbers, Pair, Places, amount, amounts, place, reads, size, spoken
 from pkm.report.results import CellResult
 from pkm.report.statistics import ENOUGH, LEVEL, Fit, Weights, fit, judged, kendall
 
@@ -59,7 +59,7 @@ def difference(
         weights[b.cell.name] += 1 / len(pairs)
     verdict, effect = judge(n, measure, sign, n.fit(measure, weights), weights)
     mean = "on average " if len(pairs) > 1 else ""
-    return verdict, f"{measure} {n.show_pairs(pairs, measure, by)}: {mean}{effect}{without(missing)}"
+    return verdict, f"{spoken(measure)} {n.show_pairs(pairs, measure, by)}: {mean}{effect}{without(missing)}"
 
 
 def judge(
@@ -104,7 +104,7 @@ def trend(
     points = [[(size(cell, over), {cell.cell.name: 1.0}) for cell in row] for row in rows]
     verdict, effect = slope(n, measure, sign, over, points)
     shown = "; ".join(n.show_row(row, measure, by or (over,)) for row in rows)
-    return verdict, f"{measure} {shown}: {effect}{without(missing)}"
+    return verdict, f"{spoken(measure)} {shown}: {effect}{without(missing)}"
 
 
 def widening(n: Numbers, measure: Measure, sign: int, before: Places, after: Places) -> Outcome:
@@ -117,7 +117,7 @@ def widening(n: Numbers, measure: Measure, sign: int, before: Places, after: Pla
     fitted = n.fit(measure, [name for _, weights in points for name in weights])
     steps = amounts([fitted.contrast(weights) for _, weights in points], measure, ", ")
     ends = " to ".join(n.label(pairs[i][1], ("slots",)) for i in (0, -1))
-    return verdict, f"{measure} by {steps} ({ends}): {effect}{without(missing)}"
+    return verdict, f"{spoken(measure)} by {steps} ({ends}): {effect}{without(missing)}"
 
 
 def slope(n: Numbers, measure: Measure, sign: int, over: Coordinate, rows: Sequence[Sequence[Point]]) -> Outcome:

@@ -134,6 +134,10 @@ def reads(cell: CellResult) -> int:
     return memory.heads * memory.knn if memory else 0
 
 
+def spoken(measure: Measure) -> str:
+    return "KL" if measure == "kl" else measure
+
+
 def amount(difference: float, measure: Measure) -> str:
     """A difference of what `fit` fits: percent, or in the measure's own unit."""
     if measure in UNITS:
