@@ -1,4 +1,5 @@
 import os
+import signal
 
 # What a CI system, a launcher or a terminal may have set changes what programs do and print.
 for name in list(os.environ):
@@ -8,6 +9,8 @@ for name in list(os.environ):
     ):  # fmt: skip
         del os.environ[name]
 os.environ["TERM"] = "xterm"
+# What a shell starts in the background ignores Ctrl-C, and so does everything that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest
