@@ -30,8 +30,9 @@ def report(run: Run, config: Config, corpus: Corpus, model: Transformer, stop: S
         return
     best = run.checkpoints.load("best" if corpus.valid else "latest")
     load_weights(model, best)
-    run.say(f"evaluating step {best.step} on {split.documents:,} test documents")
     asked = config.evaluate
+    documents = min(asked.test_documents or split.documents, split.documents)
+    run.say(f"evaluating step {best.step} on {documents:,} test documents")
     evaluation = evaluate(model, corpus, split, config, asked.test_documents, lambda: stop.check(run.directory))
     fitted = None
     if asked.train_documents and corpus.train is not None:
