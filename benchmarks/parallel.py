@@ -36,6 +36,7 @@ from pkm.model import build_model
 from pkm.optim import build_optimizers
 from pkm.parallel import distribute, prepare
 from pkm.trainer import backward
+from pkm.workers import ONE_NODE
 
 VOCABULARY = 8_000
 CONFIG = """
@@ -115,15 +116,7 @@ def on_ranks(ranks: int, overrides: list[str], steps: int) -> dict[str, Any]:
     """What rank 0 of that many measured."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "measured.json"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local-addr=127.0.0.1",
-            f"--nproc-per-node={ranks}",
-            __file__,
-        ]
+        command = [sys.executable, "-m", "torch.distributed.run", *ONE_NODE, f"--nproc-per-node={ranks}", __file__]
         command += ["--worker", str(out), "--steps", str(steps), *overrides]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

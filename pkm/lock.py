@@ -146,17 +146,14 @@ def held(path: Path) -> str | None:
 
     A holder on another machine counts as living as long as it touches its lock.
     """
-    try:
-        holder = json.loads(path.read_bytes())
-        age = time.time() - path.stat().st_mtime
-    except (OSError, ValueError):
+    holder = files.read_json(path) or {}
+    if not isinstance(holder.get("pid"), int):
         return None
-    if not isinstance(holder, dict) or not isinstance(holder.get("pid"), int):
-        return None
-    here = holder.get("host") == socket.gethostname()
-    if not (lives(holder["pid"]) and not _free(path) if here else age < WATCH_SECONDS):
-        return None
-    return f"process {holder['pid']} on {holder.get('host')}"
+    if holder.get("host") == socket.gethostname():
+        alive = lives(holder["pid"]) and not _free(path)
+    else:
+        alive = path.exists() and time.time() - path.stat().st_mtime < WATCH_SECONDS
+    return f"process {holder['pid']} on {holder.get('host')}" if alive else None
 
 
 def _free(path: Path) -> bool:

@@ -49,12 +49,11 @@ def _train(config: Config, deadline: float) -> tuple[list[float], str]:
 
     from pkm.model import build_model
     from pkm.optim import build_optimizers
-    from pkm.parallel import pick_device
+    from pkm.parallel import pick_device, set_up
 
     device = pick_device(config)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     threads = torch.get_num_threads()
+    set_up(config, device)
     # So small a model is no faster on several threads, and on a busy machine much slower.
     torch.set_num_threads(1)
     model = build_model(config, VOCABULARY).to(device)

@@ -9,6 +9,7 @@ import torch
 
 from pkm.errors import UserError
 from pkm.parallel import pick_device, set_up
+from pkm.workers import ONE_NODE
 from tests.ranks import CASES, measure
 from tests.tiny import tiny_config
 
@@ -19,14 +20,7 @@ ON_FOUR = [case for case in CASES if case.endswith(("-plain", "-accumulated"))]
 @functools.cache
 def on_ranks(ranks, corpus, out):
     """CASE -> what `measure` found on that many processes, which talk by gloo."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={ranks}",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *ONE_NODE, f"--nproc-per-node={ranks}"]
     command = [*torchrun, "-m", "tests.ranks", str(corpus), str(out), *(ON_FOUR if ranks == 4 else CASES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
