@@ -20,6 +20,10 @@ from pkm.impossible import impossible_for as impossible_for  # for who has a con
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+RATIO = r"^(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?x$"
+Ratio = Annotated[
+    str, Field(pattern=RATIO, json_schema_extra={"patternErrorMessage": "a ratio to optim.dense.lr, as 15x"})
+]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Betas = tuple[Probability, Probability]
 Where = Annotated[Path, AfterValidator(Path.expanduser)]
@@ -62,6 +66,8 @@ class ModelConfig(Part):
     """Position embeddings."""
     norm: Literal["post", "pre"] = "post"
     """LayerNorm after each residual sum, as in the paper's code, or before each sublayer."""
+    embedding_norm: bool = True
+    """LayerNorm over the sum of the embeddings, as in the paper's code."""
     activation: Literal["gelu", "relu"] = "gelu"
     """Of the feed-forward network."""
     dropout: Probability = 0.0
@@ -97,6 +103,8 @@ class MemoryConfig(Part):
     knn: Positive = 32
     """Slots that a head reads, k."""
     query: QueryConfig = QueryConfig()
+    values_std: Rate | None = None
+    """Standard deviation of the values at the start; null = dim ** -0.5."""
     place: Literal["replace", "beside", "after"] = "replace"
     """In place of the block's feed-forward network, added to its output, or a sublayer of its own after it."""
     kernels: Literal["auto", "reference", "triton", "faiss"] = "auto"
@@ -104,10 +112,10 @@ class MemoryConfig(Part):
 
 
 class DenseOptim(Part):
-    """Adam of everything but the memories' values."""
+    """Adam of everything that no other group holds."""
 
     lr: Rate = 2.5e-4
-    """Peak learning rate of everything but the memories' values."""
+    """Peak learning rate; the other groups' may be given as a ratio to it."""
     betas: Betas = (0.9, 0.98)
     """Adam's."""
     eps: Rate = 1e-8
@@ -124,11 +132,27 @@ class DenseOptim(Part):
     """Whose fused Adam updates the group; apex is NVIDIA's, where it is installed."""
 
 
+class GroupOptim(Part):
+    """Adam of a part of what is dense: a rate of its own, and whatever else is not to be as in `optim.dense`."""
+
+    lr: Rate | Ratio = "1x"
+    """Peak learning rate: a number, or a ratio to optim.dense.lr as 10x."""
+    schedule: Schedule | None = None
+    """Learning rate as a function of the step; null = optim.dense's."""
+    warmup_steps: Natural | None = None
+    """Linear warm-up; null = optim.dense's."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Decoupled (AdamW), on matrices only; null = optim.dense's."""
+    clip: Rate | Literal["with dense"] | None = "with dense"
+    """Largest gradient norm of the group; with dense = its gradient counts in optim.dense's norm and is scaled with it;
+    null = no clipping."""
+
+
 class ValuesOptim(Part):
     """Adam of the memories' values."""
 
-    lr: Rate = 1e-3
-    """Peak learning rate of the memories' values."""
+    lr: Rate | Ratio = 1e-3
+    """Peak learning rate: a number, or a ratio to optim.dense.lr as 50x."""
     betas: Betas = (0.9, 0.999)
     """Adam's."""
     eps: Rate = 1e-8
@@ -158,9 +182,24 @@ class OptimConfig(Part):
     micro_batch: Positive | None = None
     """Windows of one forward pass of one rank; null = all at once. Smaller means accumulation, in less memory."""
     dense: DenseOptim = DenseOptim()
+    embeddings: GroupOptim = GroupOptim()
+    """Of tokens (the output layer's too, which they are tied to) and positions."""
+    addressing: GroupOptim = GroupOptim()
+    """The memories' query networks and keys."""
     values: ValuesOptim = ValuesOptim()
     max_skipped: Positive = 20
     """Steps skipped in a row, because loss or gradient was not finite, that stop the run."""
+
+    def group(self, name: str) -> DenseOptim | ValuesOptim:
+        """Settings of `dense`, `embeddings`, `addressing` or `values` with every rate a number and nothing left to `dense`."""
+        own = getattr(self, name)
+        lr = float(own.lr.removesuffix("x")) * self.dense.lr if isinstance(own.lr, str) else own.lr
+        if not isinstance(own, GroupOptim):
+            return own.model_copy(update={"lr": lr})
+        given = {key: getattr(own, key) for key in ("schedule", "warmup_steps", "weight_decay")}
+        given = {key: value for key, value in given.items() if value is not None}
+        clip = self.dense.clip if own.clip == "with dense" else own.clip
+        return self.dense.model_copy(update={**given, "lr": lr, "clip": clip})
 
 
 class ProfileConfig(Part):

@@ -128,12 +128,14 @@ def start_line(model: Transformer, device: torch.device, precision: str, step: i
 def log_line(step: int, steps: int, record: dict[str, Any], speed: dict[str, float], seconds_left: float) -> str:
     """One line with all that one looks for while a run goes."""
     both = {key: " / ".join(f"{x:.2e}" for x in record[key].values()) for key in ("lr", "gradient_norm")}
+    moved = " / ".join(f"{x:.1e}" for x in record["update_size"].values())
     memories = "".join(
-        f" | layer {layer} usage {m['usage']:.1f} % KL {m['kl']:.2f}" for layer, m in record["memories"].items()
+        f" | layer {layer} usage {m['usage']:.1f} % KL {m['kl']:.2f} share {m['output_share']:.2f}"
+        for layer, m in record["memories"].items()
     )
     mfu = f" | MFU {100 * speed['mfu']:.1f} %" if "mfu" in speed else ""
     return (
-        f"step {step:>{len(str(steps))}}/{steps} | loss {record['loss']:.4f} | lr {both['lr']} | norm {both['gradient_norm']}{memories}"
+        f"step {step:>{len(str(steps))}}/{steps} | loss {record['loss']:.4f} | lr {both['lr']} | norm {both['gradient_norm']} | moved {moved}{memories}"
         f" | {speed['tokens_per_second']:,.0f} tok/s{mfu} | {speed['peak_memory_bytes'] / 2**30:.2f} GiB | {duration(seconds_left)} left"
     )
 

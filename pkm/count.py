@@ -58,7 +58,9 @@ def parameters(config: Config, vocab_size: int) -> Parameters:
     d, f, blocks = config.model.dim, config.ffn, config.model.layers
     memory, memories = config.memory, len(config.memory_layers)
     place = memory.place if memory else None
-    norms = 1 + 2 * blocks + (config.model.norm == "pre") + (memories if place == "after" else 0)
+    norms = (
+        config.model.embedding_norm + 2 * blocks + (config.model.norm == "pre") + (memories if place == "after" else 0)
+    )
     return Parameters(
         tokens=vocab_size * d,
         positions=config.corpus.context * d,

@@ -75,23 +75,29 @@ class Block(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """x (B, T, d); mask (B, T) bool, True for tokens that are not padding."""
         x = self._sublayer(0, x, self.attention)
-        x = self._sublayer(1, x, lambda h: self._feed_forward(h, mask))
+        residual = x
+        x = self._sublayer(1, x, lambda h: self._feed_forward(h, mask, residual))
         if self.place == "after":
-            assert self.memory is not None
-            memory = self.memory
-            x = self._sublayer(2, x, lambda h: memory(h, mask))
+            after = x
+            x = self._sublayer(2, x, lambda h: self._memory(h, mask, after))
         return x
 
     def _sublayer(self, i: int, x: Tensor, f) -> Tensor:  # type: ignore[no-untyped-def]
         norm = self.norms[i]
         return x + self.dropout(f(norm(x))) if self.pre_norm else norm(x + self.dropout(f(x)))
 
-    def _feed_forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def _feed_forward(self, x: Tensor, mask: Tensor, residual: Tensor) -> Tensor:
         if self.feed_forward is None:
-            assert self.memory is not None
-            return self.memory(x, mask)
+            return self._memory(x, mask, residual)
         y = self.feed_forward(x)
-        return y + self.memory(x, mask) if self.memory is not None and self.place == "beside" else y
+        return y + self._memory(x, mask, residual) if self.place == "beside" else y
+
+    def _memory(self, x: Tensor, mask: Tensor, residual: Tensor) -> Tensor:
+        assert self.memory is not None
+        y = self.memory(x, mask)
+        if self.memory.record:
+            self.memory.squares = y.detach().float().square().mean(), residual.detach().float().square().mean()
+        return y
 
 
 class Transformer(nn.Module):
@@ -110,7 +116,7 @@ class Transformer(nn.Module):
         self.recompute = False
         self.tokens = nn.Embedding(vocab_size, model.dim)
         self.positions = nn.Embedding(self.context, model.dim)
-        self.embedding_norm = nn.LayerNorm(model.dim, eps=LAYER_NORM_EPS)
+        self.embedding_norm = nn.LayerNorm(model.dim, eps=LAYER_NORM_EPS) if model.embedding_norm else nn.Identity()
         self.dropout = nn.Dropout(model.dropout)
         holds_memory = set(config.memory_layers)
         self.blocks = nn.ModuleList(Block(config, layer in holds_memory) for layer in range(1, model.layers + 1))

@@ -289,7 +289,8 @@ def _why_not(key: str, before: Any, now: Any, config: Config) -> str | None:
         return ""
     if now < before:
         return " (may only grow)"
-    schedules = [config.optim.dense.schedule] + ([config.optim.values.schedule] if config.memory else [])
+    groups = ["dense", "embeddings", *(["addressing", "values"] if config.memory else [])]
+    schedules = [config.optim.group(name).schedule for name in groups]
     closed = [schedule for schedule in schedules if schedule not in OPEN_ENDED]
     return f" (learning rates of a {closed[0]} schedule depend on it)" if closed else None
 

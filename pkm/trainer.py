@@ -117,6 +117,7 @@ def train(
             torch.manual_seed((config.seed * 1_000_003 + step * 1_009 + dist.rank()) % 2**63)
             buffers = [buffer.clone() for buffer in model.buffers()]
             optim.clear()
+            sizes = optim.update_sizes() if logs else None
             optim.begin(step)
             loss, meters = backward(config, module, model, ahead.take(step), scale.value, precision, logs)
             optim.sum_over_ranks()
@@ -147,7 +148,11 @@ def train(
         if logs:
             usages = {str(layer): meter.result() for layer, meter in meters.items() if finite}
             record = {"loss": loss, "lr": optim.learning_rates(step), "gradient_norm": norms, "skipped": state.skipped}
-            record["memories"] = {layer: {"usage": usage.percent, "kl": usage.kl} for layer, usage in usages.items()}
+            record["update_size"] = sizes.result() if sizes and finite else {}
+            record["memories"] = {
+                layer: {"usage": usage.percent, "kl": usage.kl, "output_share": model.memory(int(layer)).output_share()}
+                for layer, usage in usages.items()
+            }
             speed = {"tokens_per_second": clock.tokens_per_second(), "peak_memory_bytes": peak_memory(device)}
             if peak:
                 speed["mfu"] = speed["tokens_per_second"] * work / (peak * dist.world_size())

@@ -104,7 +104,7 @@ def dense_gradients(model):
 
 def value_gradient(model, optim):
     """Of `update: fused`, which leaves none, the running mean that it went into."""
-    table, group = model.memory(2).values, optim.groups["values"]
+    table, group = model.memory(2).values, optim.values
     gradient = torch.zeros_like(table.weight)
     if isinstance(group, ValuesAdam) and group.fused:
         gradient += group.moments[0][0]

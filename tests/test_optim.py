@@ -87,15 +87,88 @@ def test_the_values_group_holds_the_values_and_nothing_else():
     config = tiny_config(optim={"values": {"update": "dense"}})
     model = build_model(config, VOCAB_SIZE)
     optim = build_optimizers(config.optim, model)
-    assert list(optim.groups["values"].parameters) == ["blocks.1.memory.values.weight"]
+    assert list(optim.values.parameters) == ["blocks.1.memory.values.weight"]
     named = dict(model.named_parameters())
-    assert set(optim.groups["dense"].parameters) == set(named) - {"blocks.1.memory.values.weight"}
+    assert set(optim.dense.parameters) == set(named) - {"blocks.1.memory.values.weight"}
 
 
 def test_groups_follow_their_own_schedules():
     config = tiny_config(optim={"dense": {"lr": 1.0, "warmup_steps": 10}, "values": {"lr": 0.5}})
     optim = build_optimizers(config.optim, build_model(config, VOCAB_SIZE))
-    assert optim.learning_rates(5) == {"dense": 0.5, "values": 0.5}
+    assert optim.learning_rates(5) == {"dense": 0.5, "embeddings": 0.5, "addressing": 0.5, "values": 0.5}
+
+
+def test_every_parameter_is_in_one_group_and_tables_are_not_in_dense():
+    model = build_model(tiny_config(), VOCAB_SIZE)
+    optim = build_optimizers(tiny_config().optim, model)
+    named = {id(p): name for name, p in model.named_parameters()}
+    groups = {group: sorted(named[id(p)] for p in ps) for group, ps in optim.dense.groups.items()}
+    assert groups["embeddings"] == ["positions.weight", "tokens.weight"]
+    assert groups["addressing"] and all(".memory.query." in n or ".memory.keys." in n for n in groups["addressing"])
+    assert sum(map(len, groups.values())) == len(named) - 1  # the values
+
+
+def test_a_ratio_is_of_the_dense_rate_and_what_is_not_given_is_as_in_dense():
+    config = tiny_config(
+        optim={
+            "dense": {"lr": 0.02, "warmup_steps": 10, "schedule": "linear", "weight_decay": 0.1},
+            "embeddings": {"lr": "10x", "warmup_steps": 0},
+            "addressing": {"lr": "0.1x", "schedule": "constant"},
+            "values": {"lr": "50x"},
+        }
+    ).optim
+    assert config.group("embeddings").lr == pytest.approx(0.2)
+    assert (config.group("embeddings").warmup_steps, config.group("embeddings").schedule) == (0, "linear")
+    assert config.group("addressing").weight_decay == 0.1 and config.group("addressing").clip == 5.0
+    optim = build_optimizers(config, build_model(tiny_config(), VOCAB_SIZE))
+    rates = optim.learning_rates(20)  # the last step
+    assert rates == pytest.approx({"dense": 0, "embeddings": 0, "addressing": 0.002, "values": 1.0}, abs=1e-12)
+
+
+def test_groups_at_the_dense_rate_update_as_one_group_would_bit_for_bit():
+    weights = []
+    for groups in ({}, {name: {"clip": 1e-3, "lr": 1e-2} for name in ("embeddings", "addressing")}):
+        model, optim = a_step(tiny_config(optim={"dense": {"clip": None}, **groups}))
+        assert set(optim.gradient_norms()) == {"dense", "values", *groups}
+        for name in groups:
+            optim.settings[name] = optim.settings[name].model_copy(update={"clip": None})
+        optim.step(5, optim.gradient_norms())
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_group_with_a_clip_of_its_own_does_not_count_in_the_dense_norm():
+    config = tiny_config(optim={"dense": {"clip": 1e-3}, "embeddings": {"clip": 1e-4}})
+    _, optim = a_step(config)
+    optim.step(1, optim.gradient_norms())
+    norms = optim.gradient_norms()
+    assert norms["dense"] == pytest.approx(1e-3, rel=1e-2) and norms["embeddings"] == pytest.approx(1e-4, rel=1e-2)
+
+
+@pytest.mark.parametrize("update", ["dense", "sparse", "fused"])
+def test_update_sizes_are_rms_of_the_update_over_rms_of_the_weights(update):
+    config = tiny_config(optim={"dense": {"clip": None}, "values": {"update": update}})
+    model = build_model(config, VOCAB_SIZE).train()
+    optim = build_optimizers(config.optim, model)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    sizes = optim.update_sizes()
+    optim.begin(5)
+    ids = torch.randint(14, VOCAB_SIZE, (8, 8), generator=torch.Generator().manual_seed(3))
+    (model(ids, ids.roll(-1, 1)) / ids.numel()).backward()
+    optim.step(5, optim.gradient_norms())
+    after = model.state_dict()
+
+    def ratio(names):
+        update = torch.cat([(after[n] - before[n]).flatten() for n in names])
+        return float(update.norm() / torch.cat([before[n].flatten() for n in names]).norm())
+
+    measured = sizes.result()
+    assert measured["embeddings"] == pytest.approx(ratio(["tokens.weight", "positions.weight"]), rel=1e-5)
+    table = "blocks.1.memory.values.weight"
+    moved = (after[table] != before[table]).any(1)
+    expected = (after[table] - before[table])[moved].norm() / before[table][moved].norm()
+    assert measured["values"] == pytest.approx(float(expected), rel=1e-5)
+    assert set(measured) == {"dense", "embeddings", "addressing", "values"}
 
 
 @pytest.mark.parametrize("update", ["dense", "sparse"])
@@ -162,7 +235,7 @@ def test_apex_is_used_when_asked_for_and_goes_on_from_torchs_state(monkeypatch):
         model, optim = a_step(tiny_config())
         optim.step(1, optim.gradient_norms())
         optim = another_step(tiny_config(optim={"dense": {"fused": second}}), model, optim)
-        assert isinstance(optim.groups["dense"].adam, PlainAdam) == (second == "apex")
+        assert isinstance(optim.dense.adam, PlainAdam) == (second == "apex")
         ended.append(model.state_dict())
     torch.testing.assert_close(ended[0], ended[1], rtol=1e-5, atol=1e-6)
 

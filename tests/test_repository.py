@@ -33,7 +33,7 @@ ORDER = """
     memory.kernels.cpu  memory.kernels.search  memory.kernels.flat  memory.kernels.faiss_search  memory.kernels.ops
     memory.kernels.choose
     memory.query  memory.keys  memory.values  memory.ranks  memory.adam  memory.layer  memory.usage
-    loss  model  optim  parallel  ahead
+    loss  model  updatesize  optim  parallel  ahead
     tensorfile  shards  manifest  kept  background  loaded  checkpoint  metrics  run  evaluate  profiler  console
     trainer  trained  generate  export  finding  selftest  doctor  gathered  network  sharedfiles  cluster  slurm
     experiments  speed  estimate  workers  plan  board  pool  jobarray

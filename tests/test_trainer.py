@@ -54,7 +54,10 @@ def test_metrics_carry_what_a_researcher_looks_for(train):
     _, _, _, directory = train()
     records = list(read(directory / "metrics.jsonl"))
     last = [r for r in records if r["kind"] == "train"][-1]
-    assert last["step"] == 20 and set(last["lr"]) == set(last["gradient_norm"]) == {"dense", "values"}
+    groups = {"dense", "embeddings", "addressing", "values"}
+    assert last["step"] == 20 and set(last["lr"]) == set(last["update_size"]) == groups
+    assert set(last["gradient_norm"]) == {"dense", "values"}
+    assert all(0 < size < 1 for size in last["update_size"].values()) and last["memories"]["2"]["output_share"] > 0
     assert last["tokens_per_second"] > 0 and last["peak_memory_bytes"] > 0 and last["skipped"] == 0
     assert 0 < last["memories"]["2"]["usage"] <= 100 and last["memories"]["2"]["kl"] >= 0
     valid = [r for r in records if r["kind"] == "valid"]
@@ -149,7 +152,7 @@ def test_the_largest_seed_trains(train):
 
 def test_a_dense_model_trains_without_a_values_group(train):
     _, optim, _, directory = train(memory=None, optim={"steps": 3})
-    assert list(optim.groups) == ["dense"]
+    assert optim.values is None
     assert (directory / "metrics.jsonl").read_text().count('"memories": {}') >= 1
 
 

@@ -72,6 +72,13 @@ class ValuesAdam:
             if gradient is not None:
                 _update(gradient.rows, gradient.values, table.weight, self._step(i, lr, step))
 
+    def updated(self) -> list[Tensor]:
+        """What the updates move, (K, d) each: the tables, or their fp32 copies where there are some."""
+        return [
+            table.weight.detach() if master is None else master
+            for table, master in zip(self.tables, self.masters, strict=True)
+        ]
+
     def clear(self) -> None:
         for table in self.tables:
             table.clear_gradient()

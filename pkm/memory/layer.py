@@ -24,11 +24,13 @@ class MemoryLayer(nn.Module):
     Under autocast the query network and products with keys run in its dtype; scores, softmax and statistics stay in fp32.
 
     record     if True, `selection` holds what the last forward selected: indices (N, H, k) and weights (N, H, k) of all
-               tokens, and which of them are not padding, (N,) bool, or None where no mask was given
+               tokens, and which of them are not padding, (N,) bool, or None where no mask was given; and `squares` the
+               mean squares of the last output and of the residual stream that it was added to
     sharded    if True, `values` holds this rank's columns only (pkm.memory.ranks)
     """
 
     selection: tuple[Tensor, Tensor, Tensor | None]
+    squares: tuple[Tensor, Tensor]
 
     def __init__(self, config: MemoryConfig, dim: int):
         super().__init__()
@@ -42,13 +44,18 @@ class MemoryLayer(nn.Module):
         else:
             assert config.slots is not None
             self.keys = FlatKeys(config.heads, config.slots, config.query.dim)
-        self.values = Values(self.keys.slots, dim)
+        self.values = Values(self.keys.slots, dim, config.values_std)
         self.record = False
         self.sharded = False
 
     @property
     def slots(self) -> int:
         return self.keys.slots
+
+    def output_share(self) -> float:
+        """rms of the last recorded output over rms of the residual stream that it was added to."""
+        output, residual = self.squares
+        return float((output / residual).sqrt())
 
     @property
     def kernels(self) -> str:

@@ -28,7 +28,7 @@ class RowGradient(NamedTuple):
 
 
 class Values(nn.Module):
-    """A table (K, d), initialised N(0, 1/d).
+    """A table (K, d), initialised N(0, std^2) with std = d^-1/2 where none is given.
 
     dense   (as built) `weight` is an ordinary parameter: backward leaves a K x d gradient in `weight.grad`
     sparse  after `.collect_rows()`: `weight` has no `.grad`; backward leaves the compact gradient of the rows that were
@@ -36,9 +36,9 @@ class Values(nn.Module):
     fused   while `inside_backward` is set: backward asks it for an update and applies that to the rows; no gradient is left
     """
 
-    def __init__(self, slots: int, dim: int):
+    def __init__(self, slots: int, dim: int, std: float | None = None):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(slots, dim).normal_(std=dim**-0.5))
+        self.weight = nn.Parameter(torch.empty(slots, dim).normal_(std=std or dim**-0.5))
         # A tensor, so that all tables of a size share compiled code: a number would be a constant of it.
         self.ticket = torch.tensor(0, device="cpu")
         self.collects = False
