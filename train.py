@@ -10,9 +10,9 @@ The same command again goes on where the run was, whatever ended it.
 import argparse
 import os
 
-from pkm.config import load
+from pkm.config.rules import impossible_for
+from pkm.config.schema import load
 from pkm.errors import exits_cleanly
-from pkm.impossible import impossible_for
 
 
 @exits_cleanly
@@ -32,8 +32,8 @@ def main() -> int:
     resolved = load(args.config, args.overrides)  # every mistake at once, or a frozen Config
     config = resolved.config
     if args.dry_run:
-        from pkm.dryrun import print_plan
-        from pkm.parallel import kernels_line
+        from pkm.model.summary import print_plan
+        from pkm.train.parallel import kernels_line
 
         resolved.refuse(impossible_for(config, args.ranks))
         print(resolved.yaml)
@@ -42,19 +42,22 @@ def main() -> int:
         return 0
 
     # Only now what takes seconds to import.
-    from pkm import dist
     from pkm.corpus.store import open_corpus
-    from pkm.model import build_model
-    from pkm.optim import build_optimizers
-    from pkm.parallel import pick_device, prepare, set_up
-    from pkm.report.run import report
-    from pkm.run import Run
-    from pkm.trainer import restore, train
+    from pkm.device import pick_device, set_up
+    from pkm.distributed import dist
+    from pkm.evaluation.report import report
+    from pkm.model.transformer import build_model
+    from pkm.run.run import Run
+    from pkm.run.stop import StopFlag
+    from pkm.train.loop import train
+    from pkm.train.optim import build_optimizers
+    from pkm.train.parallel import prepare
+    from pkm.train.state import restore
 
     device = pick_device(config)
     set_up(config, device)
     dist.start(device)
-    stop = dist.StopFlag().install()  # SIGTERM, SIGUSR1, Ctrl-C or a file STOP: save, then leave
+    stop = StopFlag().install()  # SIGTERM, SIGUSR1, Ctrl-C or a file STOP: save, then leave
     with dist.together():  # what one rank cannot do ends all of them
         resolved.refuse(impossible_for(config, dist.world_size()))
         corpus = open_corpus(config.corpus.path)

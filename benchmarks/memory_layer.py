@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pkm.config import MemoryConfig, QueryConfig, ValuesOptim
+from pkm.config.schema import MemoryConfig, QueryConfig, ValuesOptim
 from pkm.memory.adam import ValuesAdam
-from pkm.memory.kernels import search
+from pkm.memory.kernels import search_op
 from pkm.memory.layer import MemoryLayer
 
 
@@ -275,19 +275,19 @@ def stages(
     layer: MemoryLayer, batches: list[Tensor], dtype: torch.dtype, clock: Clock
 ) -> dict[str, tuple[float, float | None]]:
     """Milliseconds and gigabytes that the stage reads and writes, wherever they come from, of each stage of our forward and backward."""
-    from pkm.memory.kernels import choose, cpu
+    from pkm.memory.kernels import backend, cpu
 
     x = batches[0].flatten(0, -2)
     device = x.device
-    kernels = choose.choose("auto", device)
+    kernels = backend.choose("auto", device)
     found: dict[str, tuple[float, float | None]] = {}
     with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
         query, scale, _ = layer.query.unfolded(x)
         query = query.to(dtype)
         keys = (layer.keys.weight * scale.view(layer.heads, 2, 1, -1)).to(dtype)
         bias = torch.randn(keys.shape[:3], device=device) * 0.01
-        scores = search.sub_key_scores(query, keys)
-        slots, weights = search.search(query, keys, bias, layer.knn, kernels)
+        scores = search_op.sub_key_scores(query, keys)
+        slots, weights = search_op.search(query, keys, bias, layer.knn, kernels)
     n, _, k = slots.shape
     flat, w = slots.flatten(1), weights.flatten(1)
     table = layer.values.weight
@@ -299,7 +299,7 @@ def stages(
             layer.query.unfolded(x)
 
     found["query network, BatchNorm statistics"] = clock(query_network), None
-    found["sub-key scores"] = clock(lambda: search.sub_key_scores(query, keys)), 1e-9 * scores.numel() * 4
+    found["sub-key scores"] = clock(lambda: search_op.sub_key_scores(query, keys)), 1e-9 * scores.numel() * 4
     if kernels == "triton":
         from pkm.memory.kernels import triton_read, triton_rows, triton_search
 
@@ -323,7 +323,7 @@ def stages(
         found["backward of the read by rows"] = clock(lambda: cpu.row_gradient(grad, flat, w)), 1e-9 * gather
     gw = torch.randn_like(weights)
     found["backward of the search"] = (
-        clock(lambda: search.search_backward(gw, slots, weights, query, keys, kernels)),
+        clock(lambda: search_op.search_backward(gw, slots, weights, query, keys, kernels)),
         None,
     )
     return found

@@ -4,7 +4,7 @@
 
 Width 1024, 16 heads, context 256, 60,000 subwords. Rows: 12 layers dense; 12 layers with one memory of 512^2 slots, and of
 1024^2, in place of a feed-forward network (values and their moments in bf16); 24 layers dense. Training is forward, backward, gradient
-norms and both optimizers' updates, as in train.py; inference is the loss without gradients. MFU is `pkm.count`'s FLOPs a token
+norms and both optimizers' updates, as in train.py; inference is the loss without gradients. MFU is `pkm.model.cost`'s FLOPs a token
 over the rate of a large matrix product, as measured now. Tokens are clustered as words are: their ids follow Zipf's law.
 """
 
@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
-from pkm.config import Config
-from pkm.count import flops
-from pkm.model import build_model
-from pkm.optim import build_optimizers
-from pkm.parallel import autocast, prepare
+from pkm.config.schema import Config
+from pkm.device import autocast
+from pkm.model.cost import flops
+from pkm.model.transformer import build_model
+from pkm.train.optim import build_optimizers
+from pkm.train.parallel import prepare
 
 VOCABULARY, CONTEXT = 60_014, 256
 MODELS: dict[str, dict[str, Any]] = {

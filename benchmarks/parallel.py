@@ -4,7 +4,7 @@
 
 Runs itself under torchrun, once for each number of ranks and each way to keep the values, with one thread a rank. Every
 step does the same global batch, so that two ranks have half of it each. Bytes are counted where they are handed to
-torch.distributed and turned into what a rank sends, as pkm.count.Traffic says; beside them stands what the dry run expects.
+torch.distributed and turned into what a rank sends, as pkm.model.cost.Traffic says; beside them stands what the dry run expects.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import numpy as np
 import torch
 import torch.distributed as td
 
-from pkm import dist
-from pkm.config import Config
-from pkm.configfile import load
-from pkm.count import traffic
-from pkm.model import build_model
-from pkm.optim import build_optimizers
-from pkm.parallel import distribute, prepare
-from pkm.trainer import backward
-from pkm.workers import ONE_NODE
+from pkm.config.load import load
+from pkm.config.schema import Config
+from pkm.distributed import dist
+from pkm.distributed.torchrun import ONE_NODE
+from pkm.model.cost import traffic
+from pkm.model.transformer import build_model
+from pkm.train.gradient import backward
+from pkm.train.optim import build_optimizers
+from pkm.train.parallel import distribute, prepare
 
 VOCABULARY = 8_000
 CONFIG = """

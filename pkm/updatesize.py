@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pkm import dist
+from pkm.distributed import dist
 
 SAMPLED_ROWS = 16_384
 """Of a table of values at most: it may be too large to be held twice."""

@@ -38,7 +38,7 @@ def main() -> int:
 
     from pkm.files import atomic_write
     from pkm.report import compare
-    from pkm.report.directories import find, read
+    from pkm.report.run_directories import find, read
 
     runs = read(find(args.runs, args.root))
     print(compare.markdown(runs))

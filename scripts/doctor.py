@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from pkm.errors import UserError, exits_cleanly
 
 if TYPE_CHECKING:
-    from pkm.config import Config
-    from pkm.configfile import Resolved
-    from pkm.finding import Finding
+    from pkm.config.load import Resolved
+    from pkm.config.schema import Config
+    from pkm.doctor.finding import Finding
 
 
 @exits_cleanly
@@ -38,7 +38,7 @@ def main() -> int:
 
     from rich.console import Console
 
-    from pkm.finding import as_json, table
+    from pkm.doctor.finding import as_json, table
 
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     found = []
@@ -60,17 +60,18 @@ def main() -> int:
 
 
 def of_machine(args: argparse.Namespace) -> Iterator[Finding]:
-    from pkm import doctor
-    from pkm.config import load
+    from pkm.config.schema import load
+    from pkm.doctor import node
 
     config = load(args.config, args.overrides).config if args.config else None
-    yield from doctor.examine(config.runs if config else Path("runs"), config)
+    yield from node.examine(config.runs if config else Path("runs"), config)
 
 
 def of_ranks(args: argparse.Namespace) -> Iterator[Finding]:
     """Findings of all ranks together. UserErrors of a config that none can read are rank 0's to show."""
-    from pkm import cluster, dist
-    from pkm.config import load
+    from pkm.config.schema import load
+    from pkm.distributed import dist
+    from pkm.doctor import ranks as ranks_doctor
 
     resolved: Resolved[Config] | UserError | None
     try:
@@ -78,7 +79,7 @@ def of_ranks(args: argparse.Namespace) -> Iterator[Finding]:
     except UserError as error:
         resolved = error  # another rank may read it: they all have to hear of this
     try:
-        yield from cluster.examine(resolved)
+        yield from ranks_doctor.examine(resolved)
     except UserError as error:
         if dist.is_main() or error is not resolved:
             raise

@@ -30,9 +30,9 @@ def main() -> int:
     overrides += [f"evaluate.{key}={value}" for key in ("stride", "batch") if (value := getattr(args, key)) is not None]
     overrides += [f"corpus.path={json.dumps(str(args.corpus))}"] if args.corpus else []
 
-    from pkm.evaluate import evaluate, measure_speed
-    from pkm.report.run import report_markdown, report_record
-    from pkm.trained import load_trained
+    from pkm.evaluation.evaluate import evaluate, measure_speed
+    from pkm.evaluation.report import report_markdown, report_record
+    from pkm.inference.trained import load_trained
 
     trained = load_trained(args.run, args.checkpoint, tuple(overrides))
     config, corpus, model = trained.config, trained.corpus, trained.model

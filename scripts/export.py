@@ -17,8 +17,8 @@ def main() -> int:
     parser.add_argument("--checkpoint", default="best", help="best, latest or a step (default: %(default)s)")
     args = parser.parse_args()
 
-    from pkm.export import export
-    from pkm.trained import load_trained
+    from pkm.inference.export import export
+    from pkm.inference.trained import load_trained
 
     trained = load_trained(args.run, args.checkpoint, ("device=cpu",))
     export(trained, args.directory)

@@ -31,9 +31,9 @@ def main() -> int:
     args = parser.parse_args()
     prompt = args.prompt if args.prompt is not None else read_prompt(args.prompt_file)
 
-    from pkm.export import WEIGHTS, load_exported
-    from pkm.generate import generate
-    from pkm.trained import load_trained
+    from pkm.inference.export import WEIGHTS, load_exported
+    from pkm.inference.generate import generate
+    from pkm.inference.trained import load_trained
 
     overrides = (f"device={args.device}",)
     if (args.run / WEIGHTS).is_file():

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Is the memory right and fast on this machine's GPU? Every kernel against the reference at real sizes, the benchmarks of the
 # layer and of whole models, and one table last: under 4 minutes. With --training also the 12-layer models in fp16 and compiled,
-# and tests/test_gpu.py: some minutes more.
+# and tests/gpu/test_gpu.py: some minutes more.
 #
 #   scripts/gpu_check.sh [--training] [FOLDER]     FOLDER gets the numbers as JSON and the logs (default: build/gpu_check)
 #
@@ -67,7 +67,7 @@ if [ $training = yes ]; then
     stage 120 "$python" benchmarks/model.py --precision fp16 --models "${twelve[@]}" --json "$folder/model-fp16.json"
     stage 120 "$python" benchmarks/model.py --compile --models "${twelve[@]}" --json "$folder/model-compiled.json"
     stage 120 "$python" benchmarks/model.py --precision fp16 --compile --models "${twelve[@]}" --json "$folder/model-fp16-compiled.json"
-    stage "${TRAINING_SECONDS:-120}" "$python" -m pytest tests/test_gpu.py "${tests[@]}" >"$folder/training.log" 2>&1
+    stage "${TRAINING_SECONDS:-120}" "$python" -m pytest tests/gpu/test_gpu.py "${tests[@]}" >"$folder/training.log" 2>&1
     tail -n 15 "$folder/training.log"
 fi
 "$python" benchmarks/targets.py "$folder" || failed=1

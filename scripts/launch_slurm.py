@@ -51,17 +51,17 @@ def main() -> int:
     given = vars(parser().parse_intermixed_args())
     config, overrides = given.pop("config"), given.pop("overrides")
     dry_run, print_directory = given.pop("dry_run"), given.pop("print_directory")
-    from pkm import slurm
+    from pkm.slurm import launch
 
     if print_directory:
-        from pkm.config import load
+        from pkm.config.schema import load
 
         print(load(config, overrides).config.directory)
         return 0
     given |= {key: tuple(given[key]) for key in ("sbatch", "setup")}
-    job = slurm.Job(**given | {"venv": given["venv"] or slurm.environment()})
+    job = launch.Job(**given | {"venv": given["venv"] or launch.environment()})
     root = Path(__file__).resolve().parent.parent
-    for line in slurm.launch(job, config, overrides, root, dry_run):
+    for line in launch.launch(job, config, overrides, root, dry_run):
         print(line)
     return 0
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pkm.configfile import load
-from pkm.corpus import sample
-from pkm.corpus.prepare import prepare
-from pkm.corpus.settings import PrepareConfig, impossible
-from pkm.corpus.show import progress_on, show_outcome, show_plan, show_stats
-from pkm.corpus.sources import list_inputs
+from pkm.config.load import load
 from pkm.corpus.store import SPLITS, open_corpus, verify
 from pkm.errors import UserError, exits_cleanly
+from pkm.prepare.display import progress_on, show_outcome, show_plan, show_stats
+from pkm.prepare.input import sample
+from pkm.prepare.input.sources import list_inputs
+from pkm.prepare.pipeline import prepare
+from pkm.prepare.settings import PrepareConfig, impossible
 
 
 def arguments() -> argparse.Namespace:

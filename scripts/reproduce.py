@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from pkm.errors import EXIT_INTERRUPTED, UserError, exits_cleanly
 
 if TYPE_CHECKING:
-    from pkm.estimate import Estimator
-    from pkm.experiments import Job
-    from pkm.grid import Grid
+    from pkm.experiments.estimate import Estimator
+    from pkm.experiments.grid import Grid
+    from pkm.experiments.jobs import Job
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,23 +77,25 @@ def main() -> int:
     if args.slurm and args.measure_speed_again:
         raise UserError("with --slurm, what is measured stays", "--measure-speed-again", "leave one of the two out")
 
-    from pkm import experiments, plan, workers
-    from pkm.estimate import Estimator
-    from pkm.grid import load_grid, names
+    from pkm.experiments import preview
+    from pkm.experiments.estimate import Estimator
+    from pkm.experiments.grid import load_grid, names
+    from pkm.experiments.jobs import list_jobs
+    from pkm.machine import visible_gpus
 
-    gpus = workers.visible_gpus()
+    gpus = visible_gpus()
     scale = args.scale or ("gpu" if gpus or args.slurm else "cpu")
     corpus = [f"corpus.path={json.dumps(str(args.corpus))}"] if args.corpus else []
     chosen = dict.fromkeys(name for given in args.grids for name in (names() if given == "all" else [given]))
     grids = [load_grid(name, scale, [*corpus, *args.set]) for name in chosen]
     seeds = range(1, args.seeds + 1)
-    jobs = experiments.jobs(grids, seeds)
+    jobs = list_jobs(grids, seeds)
     folder = jobs[0].directory.parent
     estimator = Estimator(args.gpus_per_run)
     estimator.learn_from_disk(folder)
     code = 0
     if args.commands:
-        print(*plan.commands(jobs, max(args.gpus_per_run, 1)), sep="\n")
+        print(*preview.commands(jobs, max(args.gpus_per_run, 1)), sep="\n")
         return 0
     if args.slurm and not args.report_only:
         submit(jobs, folder / "slurm", args)
@@ -111,22 +113,23 @@ def main() -> int:
 def show(jobs: list[Job], gpus: list[str], estimator: Estimator, args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from pkm import plan, workers
+    from pkm.experiments import preview, workers
 
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
     at_work = workers.workers([job.config for job in jobs], gpus, args.gpus_per_run, args.jobs)
-    for line in plan.plan(jobs, estimator, at_work):
+    for line in preview.plan(jobs, estimator, at_work):
         console.print(line)
 
 
 def run(jobs: list[Job], gpus: list[str], estimator: Estimator, args: argparse.Namespace) -> int:
     """Exit status: 1 if a run failed, 130 if it was told to stop."""
-    from pkm import experiments, workers
-    from pkm.board import Board
-    from pkm.pool import Pool
+    from pkm.experiments import workers
+    from pkm.experiments.jobs import check
+    from pkm.experiments.live_table import Board
+    from pkm.experiments.scheduler import Pool
 
     at_work = workers.workers([job.config for job in jobs], gpus, args.gpus_per_run, args.jobs)
-    experiments.check(jobs, args.gpus_per_run)
+    check(jobs, args.gpus_per_run)
     pool = Pool(jobs, at_work, Board(estimator), args.measure_speed_again)
     pool.run()
     if pool.stopped_by:
@@ -136,22 +139,23 @@ def run(jobs: list[Job], gpus: list[str], estimator: Estimator, args: argparse.N
 
 
 def submit(jobs: list[Job], folder: Path, args: argparse.Namespace) -> None:
-    from pkm import experiments, jobarray, slurm
+    from pkm.experiments.jobs import check
+    from pkm.slurm import job_array, launch
 
     if args.gpus_per_run % args.nodes:
         what = f"{args.nodes} nodes cannot share {args.gpus_per_run} GPUs evenly"
         raise UserError(what, "--gpus-per-run", "choose a multiple of --nodes")
     names = ("nodes", "time", "margin", "cpus_per_task", "mem", "partition", "account", "qos", "constraint", "job_name")
     given = {name: getattr(args, name) for name in names}
-    asked = slurm.Job(
+    asked = launch.Job(
         **given, gpus_per_node=args.gpus_per_run // args.nodes, sbatch=tuple(args.sbatch), setup=tuple(args.setup)
     )
-    experiments.check(jobs, asked.ranks, here=False)
-    waiting = jobarray.turns(jobs, asked)
+    check(jobs, asked.ranks, here=False)
+    waiting = job_array.turns(jobs, asked)
     if args.dry_run:
-        print(*jobarray.shown(folder, asked, args.jobs, waiting), sep="\n")
+        print(*job_array.shown(folder, asked, args.jobs, waiting), sep="\n")
     elif waiting:
-        number = jobarray.submit(jobarray.executor(folder, asked, args.jobs), waiting)[0].job_id.partition("_")[0]
+        number = job_array.submit(job_array.executor(folder, asked, args.jobs), waiting)[0].job_id.partition("_")[0]
         print(f"submitted job array {number}: {len(waiting)} runs, of {len(jobs)}; logs in {folder}")
         print("when they are done, the same command with --report-only in place of --slurm reports them")
     else:

@@ -12,11 +12,11 @@ import argparse
 import json
 from pathlib import Path
 
-from pkm.config import Config
-from pkm.configfile import json_schema
-from pkm.corpus.settings import PrepareConfig
+from pkm.config.load import json_schema
+from pkm.config.schema import Config
 from pkm.errors import exits_cleanly
-from pkm.grid import GridSettings, Scale
+from pkm.experiments.grid import GridSettings, Scale
+from pkm.prepare.settings import PrepareConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCHEMAS = {

@@ -23,11 +23,11 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     file = args.run / "config.yaml" if args.run.is_dir() else args.run
 
-    from pkm.config import load
+    from pkm.config.schema import load
 
     config = load(file, args.overrides).config
 
-    from pkm.speed import time_run
+    from pkm.evaluation.speed import time_run
 
     measured = time_run(config, args.seconds)
     if not args.quiet:

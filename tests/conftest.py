@@ -16,14 +16,18 @@ import hypothesis
 import pytest
 import torch
 
-from pkm import configfile, dist, trainer
+from pkm.config.load import dump
 from pkm.corpus.store import open_corpus
-from pkm.model import build_model
-from pkm.optim import build_optimizers
-from pkm.parallel import pick_device, prepare, set_up
-from pkm.run import Run
-from tests import slurm_cluster
-from tests.tiny import random_corpus, tiny_config
+from pkm.device import pick_device, set_up
+from pkm.model.transformer import build_model
+from pkm.run.run import Run
+from pkm.run.stop import StopFlag
+from pkm.train import loop
+from pkm.train.optim import build_optimizers
+from pkm.train.parallel import prepare
+from pkm.train.state import restore
+from tests.support import fake_slurm
+from tests.support.tiny import random_corpus, tiny_config
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -43,7 +47,7 @@ def one_thread():
 
 @pytest.fixture
 def cluster(tmp_path):
-    return slurm_cluster.built(tmp_path)
+    return fake_slurm.built(tmp_path)
 
 
 @pytest.fixture
@@ -55,11 +59,11 @@ def train(tiny_corpus_path, tmp_path):
         config = tiny_config(runs=str(tmp_path / "runs"), **sections)
         corpus, device = open_corpus(config.corpus.path), pick_device(config)
         set_up(config, device)
-        with Run.open(config, configfile.dump(config)) as run:
+        with Run.open(config, dump(config)) as run:
             model = prepare(build_model(config, corpus.vocab.size), config).to(device)
             optim = build_optimizers(config.optim, model)
-            state = trainer.restore(run, model, optim, corpus)
-            state = trainer.train(config, run, corpus, model, optim, state, dist.StopFlag())
+            state = restore(run, model, optim, corpus)
+            state = loop.train(config, run, corpus, model, optim, state, StopFlag())
         return model, optim, state, config.directory
 
     return go

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pkm.config import ValuesOptim
+from pkm.config.schema import ValuesOptim
 from pkm.errors import UserError
-from pkm.memory.kernels import update
-from pkm.memory.kernels.update import AdamStep
+from pkm.memory.kernels import adam_step
+from pkm.memory.kernels.adam_step import AdamStep
 from pkm.memory.values import Values
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -117,10 +117,10 @@ class _Once:
 
 def _update(rows: Tensor, grad: Tensor, table: Tensor, step: AdamStep) -> None:
     if table.is_cuda:
-        from pkm.memory.kernels.choose import choose
+        from pkm.memory.kernels.backend import choose
 
         if choose("auto", table.device) == "triton":
             from pkm.memory.kernels import triton_adam
 
             return triton_adam.update(rows, grad, table, step)
-    update.update(rows, grad, table, step)
+    adam_step.update(rows, grad, table, step)

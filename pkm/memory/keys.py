@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pkm.memory.kernels import flat, reference, search
+from pkm.memory.kernels import flat_search_op, reference, search_op
 
 
 class ProductKeys(nn.Module):
@@ -37,7 +37,7 @@ class ProductKeys(nn.Module):
         """`search` with query * scale + shift for a query, and softmax: slots (N, H, k) int32, weights (N, H, k). Fast."""
         with torch.autocast(query.device.type, enabled=False):
             keys, bias = fold(self.weight, scale, shift, (self.heads, 2, 1, -1))
-            return search.search(query, keys.to(query.dtype), bias, k, kernels)
+            return search_op.search(query, keys.to(query.dtype), bias, k, kernels)
 
     def search_faiss(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`search` with faiss for the nearest sub-keys; which of equal sub-keys it takes is faiss' choice."""
@@ -72,7 +72,7 @@ class FlatKeys(nn.Module):
         """`search` with query * scale + shift for a query, and softmax: slots (N, H, k) int32, weights (N, H, k). Fast."""
         with torch.autocast(query.device.type, enabled=False):
             keys, bias = fold(self.weight, scale, shift, (self.heads, 1, -1))
-            return flat.search_flat(query, keys.to(query.dtype), bias, k, kernels)
+            return flat_search_op.search_flat(query, keys.to(query.dtype), bias, k, kernels)
 
     def search_faiss(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`search` with faiss for the nearest keys; which of equal keys it takes, and their order, is faiss' choice."""

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pkm.config import MemoryConfig
-from pkm.memory.kernels import choose
+from pkm.config.schema import MemoryConfig
+from pkm.memory.kernels import backend
 from pkm.memory.keys import FlatKeys, ProductKeys
 from pkm.memory.query import BatchNorm, QueryNetwork
-from pkm.memory.ranks import read_sharded
+from pkm.memory.sharding import read_sharded
 from pkm.memory.values import Values
 
 
@@ -26,7 +26,7 @@ class MemoryLayer(nn.Module):
     record     if True, `selection` holds what the last forward selected: indices (N, H, k) and weights (N, H, k) of all
                tokens, and which of them are not padding, (N,) bool, or None where no mask was given; and `squares` the
                mean squares of the last output and of the residual stream that it was added to
-    sharded    if True, `values` holds this rank's columns only (pkm.memory.ranks)
+    sharded    if True, `values` holds this rank's columns only (pkm.memory.sharding)
     """
 
     selection: tuple[Tensor, Tensor, Tensor | None]
@@ -34,7 +34,7 @@ class MemoryLayer(nn.Module):
 
     def __init__(self, config: MemoryConfig, dim: int):
         super().__init__()
-        choose.check(config.kernels)
+        backend.check(config.kernels)
         self.heads, self.knn, self.wanted_kernels = config.heads, config.knn, config.kernels
         self.query = QueryNetwork(config.query, dim, config.heads)
         self.keys: ProductKeys | FlatKeys
@@ -60,11 +60,11 @@ class MemoryLayer(nn.Module):
     @property
     def kernels(self) -> str:
         """One line: who computes this layer where its weights are now."""
-        return choose.describe(self.wanted_kernels, self.values.weight.device)
+        return backend.describe(self.wanted_kernels, self.values.weight.device)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x (B, T, d), mask (B, T) bool with True for real tokens -> (B, T, d); 0 for padding, which reads nothing."""
-        kernels = choose.choose(self.wanted_kernels, x.device)
+        kernels = backend.choose(self.wanted_kernels, x.device)
         if kernels == "triton" and x.dtype is torch.float64:
             kernels = "torch"
         tokens = x.flatten(0, -2)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pkm.config import QueryConfig
+from pkm.config.schema import QueryConfig
 from pkm.memory.kernels import statistics
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pkm import dist
+from pkm.distributed import dist
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pkm.memory.kernels import ops
-from pkm.memory.kernels.update import AdamStep
+from pkm.memory.kernels import read_op
+from pkm.memory.kernels.adam_step import AdamStep
 
 _tickets = itertools.count(1)
 
@@ -50,7 +50,7 @@ class Values(nn.Module):
         self.weight.requires_grad_(False)
         self.weight.grad = None
         self.collects, self.ticket = True, torch.tensor(next(_tickets), device="cpu")
-        ops.RECEIVERS[int(self.ticket)] = self
+        read_op.RECEIVERS[int(self.ticket)] = self
 
     def read(
         self, indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None, kernels: str = "reference"
@@ -62,7 +62,7 @@ class Values(nn.Module):
         if self.collects and torch.is_grad_enabled() and not weights.requires_grad:
             # Backward must pass here for the rows' sake even where nothing before needs a gradient.
             weights = weights.detach().requires_grad_()
-        return ops.read(self.weight, indices, weights, self.ticket, dtype or self.weight.dtype, kernels)
+        return read_op.read(self.weight, indices, weights, self.ticket, dtype or self.weight.dtype, kernels)
 
     def gradient(self) -> RowGradient | None:
         """Sum over all backward passes since `.clear_gradient()`; None if no row was read."""

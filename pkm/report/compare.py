@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pkm.report.directories import IN_SHORT, Run
+from pkm.format import markdown_table
 from pkm.report.plots import COLOURS, DASHES, Plot, add_legend, canvas, dark, finished, ticks_in_plain_numbers
-from pkm.report.tables import markdown_table
+from pkm.report.run_directories import IN_SHORT, Run
 
 HERE = Path(__file__).parent
 Over = Literal["step", "tokens", "time"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pkm.grid import Cell, Coordinate, Measure, coordinate
+from pkm.experiments.grid import Cell, Coordinate, Measure, coordinate
 from pkm.report.results import CellResult, GridResult, Result
 
 AXES: dict[Coordinate, str] = {

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pkm.config import Config
-from pkm.grid import Coordinate, Measure, coordinate
+from pkm.config.schema import Config
+from pkm.experiments.grid import Coordinate, Measure, coordinate
 from pkm.report.results import CellResult, GridResult
 from pkm.report.statistics import ENOUGH, Fit, fit
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pkm import configfile
-from pkm.config import Config
+from pkm.config.load import flatten
+from pkm.config.schema import Config
 from pkm.files import atomic_write
-from pkm.report.findings import Finding, findings
+from pkm.machine import code_version
+from pkm.report.claims import Finding, findings
 from pkm.report.layout import Layout, layout, prose, speeds
 from pkm.report.plots import Plot, dark, plots
 from pkm.report.results import GridResult
 from pkm.report.tables import csv_table, escaped, grid_table, latex_table
-from pkm.version import code_version
 
 HERE = Path(__file__).parent
 # What says where and how often a run is written down, not what is run; the seed is the report's own.
@@ -164,7 +164,7 @@ def settings(results: Sequence[GridResult]) -> tuple[list[Setting], list[Setting
 
 def flat(config: Config) -> dict[str, str]:
     """Every setting that says what is run, by its dotted key."""
-    tree = configfile.flat(config.model_dump(mode="json", exclude=NOT_SETTINGS))
+    tree = flatten(config.model_dump(mode="json", exclude=NOT_SETTINGS))
     return {key: NOT_SET if v is None else v if isinstance(v, str) else json.dumps(v) for key, v in tree.items()}
 
 

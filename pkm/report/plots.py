@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from pkm.config import Config
-from pkm.grid import Coordinate, Measure, coordinate
+from pkm.config.schema import Config
+from pkm.experiments.grid import Coordinate, Measure, coordinate
 from pkm.report.layout import AXES, MEASURES, phrases, place, written
 from pkm.report.results import CellResult, GridResult
 

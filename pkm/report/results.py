@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from pkm.config import Config
-from pkm.grid import Cell, Grid, Measure
-from pkm.metrics import FILE, read
-from pkm.run import is_interrupted, read_report, read_status
-from pkm.speed import read_speed
+from pkm.config.schema import Config
+from pkm.evaluation.speed import read_speed
+from pkm.experiments.grid import Cell, Grid, Measure
+from pkm.run.metrics import FILE, read
+from pkm.run.status import is_interrupted, read_report, read_status
 
 State = Literal["finished", "running", "interrupted", "stopped", "failed", "not run"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pkm.grid import coordinate
+from pkm.experiments.grid import coordinate
+from pkm.format import markdown_table
 from pkm.report.layout import AXES, MEASURES, NONE, Entry, layout, missing, prose
 from pkm.report.results import GridResult
 
@@ -131,15 +131,3 @@ def csv_table(result: GridResult) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up when read as plain text."""
-    body = [list(row) for row in rows]
-    widths = [max(3, *(len(row[i]) for row in [list(header), *body])) for i in range(len(header))]
-    lines = [_line(header, widths), "|" + "|".join("-" * (width + 2) for width in widths) + "|"]
-    return "\n".join(lines + [_line(row, widths) for row in body]) + "\n"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"

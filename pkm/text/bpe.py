@@ -18,9 +18,9 @@ from itertools import pairwise, repeat
 from pathlib import Path
 
 from pkm.errors import UserError, exits_cleanly
-from pkm.text.cache import Remembered
-from pkm.text.filter import dies_with_its_reader, read_blocks, run_filter
+from pkm.text.bounded_cache import Remembered
 from pkm.text.merges import Merges
+from pkm.text.stdin_filter import dies_with_its_reader, read_blocks, run_filter
 from pkm.text.vocab import CONTINUES, encode_file, format_counts, read_counts, read_lines
 
 logger = logging.getLogger(__name__)

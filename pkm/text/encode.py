@@ -13,12 +13,12 @@ from typing import Literal
 import numpy as np
 
 from pkm.errors import UserError
+from pkm.text.bounded_cache import Remembered
 from pkm.text.bpe import END, Codes
-from pkm.text.cache import Remembered
 from pkm.text.chunks import NEWLINE, document_keys, key_tokens
 from pkm.text.moses import Normalization, detokenize
 from pkm.text.normalize import normalize_xlm
-from pkm.text.peers import fastbpe_pieces, sacremoses_tokens
+from pkm.text.other_tokenizers import fastbpe_pieces, sacremoses_tokens
 from pkm.text.vocab import CONTINUES, EOS_ID, UNK_ID, Vocab
 
 Backend = Literal["pkm", "sacremoses", "fastbpe"]

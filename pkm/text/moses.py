@@ -11,12 +11,12 @@ from collections import Counter
 from typing import Literal
 
 from pkm.errors import exits_cleanly
-from pkm.text.cache import Remembered
+from pkm.text.bounded_cache import Remembered
 from pkm.text.chunks import NEWLINE, document_keys, key_tokens
 from pkm.text.detokenize import detokenize
-from pkm.text.filter import run_filter
 from pkm.text.moses_rules import is_blank
 from pkm.text.normalize import normalize_xlm
+from pkm.text.stdin_filter import run_filter
 
 __all__ = ["Normalization", "Tokenizer", "WordCounter", "detokenize", "tokenize"]
 

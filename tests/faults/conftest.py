@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from tests.resume.runs import Runs
-from tests.tiny import random_corpus
-from tests.warm import Server, warm  # noqa: F401
+from tests.support.tiny import random_corpus
+from tests.support.train_server import Server, warm  # noqa: F401
 
 
 @pytest.fixture(scope="session")

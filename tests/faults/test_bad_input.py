@@ -8,8 +8,8 @@ import pytest
 
 from pkm.corpus.store import Shard, write_manifest
 from pkm.text.vocab import Vocab
-from tests.forked import small_disk
-from tests.tiny import random_corpus
+from tests.support.fork import small_disk
+from tests.support.tiny import random_corpus
 
 SHARD, MANIFEST = "rank-00000.safetensors", "manifest.json"
 

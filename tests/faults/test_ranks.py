@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from tests.faults.test_bad_input import flip
-from tests.forked import small_disk
-from tests.tiny import random_corpus
+from tests.support.fork import small_disk
+from tests.support.tiny import random_corpus
 
 SIGTERM_AT_9 = {"when": {"step": 9, "signals": ["SIGTERM"]}}
 

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from pkm.workers import kill_all
-from tests.warm import LONGEST_SECONDS, REPOSITORY
+from pkm.distributed.torchrun import kill_all
+from tests.support.train_server import LONGEST_SECONDS, REPOSITORY
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
 TORCHRUN += ["--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1", "--monitor-interval=0.1"]
@@ -42,7 +42,7 @@ def until(process, text):
 
 def test_a_rank_that_dies_is_restarted_with_the_others_and_the_run_ends_bit_identical(runs):
     fault = ("1", "checkpoint:in-shard#45", str(runs.settings("run")), "max_minutes=1000")
-    process = torchrun("--max-restarts=1", "-m", "tests.faulty", *fault)
+    process = torchrun("--max-restarts=1", "-m", "tests.support.dying_rank", *fault)
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert "took over from process" not in output  # the rank that held the lock was not the one that died

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from pkm.config import ValuesOptim
+from pkm.config.schema import ValuesOptim
 from pkm.errors import UserError
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.values import Values

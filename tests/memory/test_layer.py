@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pkm.config import MemoryConfig, QueryConfig, ValuesOptim
+from pkm.config.schema import MemoryConfig, QueryConfig, ValuesOptim
 from pkm.errors import UserError
 from pkm.memory.adam import ValuesAdam
-from pkm.memory.kernels import cpu, reference, search
+from pkm.memory.kernels import cpu, reference, search_op
 from pkm.memory.layer import MemoryLayer
 
 KINDS = [("product", "batch"), ("product", "layer"), ("product", "none"), ("flat", "batch"), ("flat", "none")]
@@ -132,9 +132,9 @@ def test_score_gradients_made_in_parts_equal_those_made_at_once(monkeypatch: pyt
     grad = torch.randn(10, 2, 3)
     results = []
     for size in (1 << 26, 3 * 2 * 2 * 6 * 4):
-        monkeypatch.setattr(search, "GRADIENT_BYTES", size)
-        monkeypatch.setattr(search, "SCORE_BYTES", size)
-        _, weights = search.search(query, keys, bias, 3, "torch")
+        monkeypatch.setattr(search_op, "GRADIENT_BYTES", size)
+        monkeypatch.setattr(search_op, "SCORE_BYTES", size)
+        _, weights = search_op.search(query, keys, bias, 3, "torch")
         results.append(torch.autograd.grad(weights, (query, keys, bias), grad))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
@@ -242,12 +242,12 @@ def test_heads_have_keys_and_queries_of_their_own_and_share_the_values() -> None
 
 
 def test_triton_without_a_gpu_and_missing_packages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pkm.memory.kernels import choose
+    from pkm.memory.kernels import backend
 
-    monkeypatch.setattr(choose, "TRITON", True)
+    monkeypatch.setattr(backend, "TRITON", True)
     with pytest.raises(UserError, match="CUDA"):
         build(kernels="triton")(torch.randn(1, 2, 10))
-    monkeypatch.setattr(choose, "TRITON", False)
+    monkeypatch.setattr(backend, "TRITON", False)
     with pytest.raises(UserError, match="not installed"):
         build(kernels="triton")
 
@@ -262,11 +262,11 @@ def test_triton_without_a_gpu_and_missing_packages_are_refused_by_name(monkeypat
     ],
 )
 def test_kernels_are_chosen_by_device(wanted: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pkm.memory.kernels import choose
+    from pkm.memory.kernels import backend
 
-    monkeypatch.setattr(choose, "TRITON", True)
-    assert choose.choose(wanted, torch.device(device)) == expected
-    assert choose.describe(wanted, torch.device(device)).startswith(expected)
+    monkeypatch.setattr(backend, "TRITON", True)
+    assert backend.choose(wanted, torch.device(device)) == expected
+    assert backend.describe(wanted, torch.device(device)).startswith(expected)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("faiss") is None, reason="faiss is not installed")

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pkm.config import QueryConfig
+from pkm.config.schema import QueryConfig
 from pkm.memory.query import BatchNorm, HeadsLinear, QueryNetwork
 
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from pkm.config import MemoryConfig, QueryConfig, ValuesOptim
+from pkm.config.schema import MemoryConfig, QueryConfig, ValuesOptim
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.kernels import (
+    adam_step,
     reference,
-    search,
+    search_op,
     statistics,
     triton_adam,
     triton_read,
     triton_rows,
     triton_search,
-    update,
 )
 from pkm.memory.layer import MemoryLayer
 
@@ -88,12 +88,12 @@ def test_search_gradients_equal_the_references(
 ) -> None:
     tokens, heads, sub_keys, k = shape
     # Several parts, the last one shorter.
-    monkeypatch.setattr(search, "GRADIENT_BYTES", 2 * (tokens // 3) * heads * 2 * sub_keys * 4)
+    monkeypatch.setattr(search_op, "GRADIENT_BYTES", 2 * (tokens // 3) * heads * 2 * sub_keys * 4)
     query = torch.randn(tokens, heads, 8, device=DEVICE).to(dtype).requires_grad_()
     keys = torch.randn(heads, 2, sub_keys, 4, device=DEVICE).to(dtype).requires_grad_()
     bias = torch.randn(heads, 2, sub_keys, device=DEVICE).requires_grad_()
     grad = torch.randn(tokens, heads, k, device=DEVICE)
-    slots, weights = search.search(query, keys, bias, k, "triton")
+    slots, weights = search_op.search(query, keys, bias, k, "triton")
     ours = torch.autograd.grad(weights, (query, keys, bias), grad)
     halves = query.double().unflatten(-1, (2, -1))
     scores = torch.einsum("nhsq,hscq->nhsc", halves, keys.double()) + bias.double()
@@ -169,7 +169,7 @@ def test_rows_beyond_two_to_the_31_numbers_are_read_and_updated() -> None:
     assert (triton_read.read(table, indices, weights, torch.float32) == 1).all()
     grad = torch.ones(3, dim, device=DEVICE)
     mean, square = torch.zeros_like(table), torch.zeros_like(table)
-    step = update.AdamStep(mean, square, None, 0.5, (0.9, 0.999), 1e-8, 1, 1)
+    step = adam_step.AdamStep(mean, square, None, 0.5, (0.9, 0.999), 1e-8, 1, 1)
     dots, _, _ = triton_rows.read_backward(grad, table, indices, weights, True, step)
     torch.testing.assert_close(dots, torch.full_like(dots, dim))
     torch.testing.assert_close(table[-1].float(), torch.full((dim,), 0.5, device=DEVICE))
@@ -190,18 +190,18 @@ def test_fused_and_sparse_updates_equal_the_plain_one(
     start = torch.randn(slots, dim, device=DEVICE) * 0.1
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-    def table_and_step() -> tuple[torch.Tensor, update.AdamStep]:
+    def table_and_step() -> tuple[torch.Tensor, adam_step.AdamStep]:
         table = start.clone() if values == "fp32" else start.bfloat16()
         moments = (torch.full_like(start, 0.1).to(dtype[state]), torch.full_like(start, 0.2).to(dtype[state]))
         master = start.clone() if values == "bf16+master" else None
-        return table, update.AdamStep(*moments, master, 1e-2, (0.9, 0.99), 1e-8, 3, 77)
+        return table, adam_step.AdamStep(*moments, master, 1e-2, (0.9, 0.99), 1e-8, 3, 77)
 
     rows, compact = reference.row_gradient(grad, indices, weights)
     tables = []
     for way in ("plain", "sparse", "fused"):
         table, step = table_and_step()
         if way == "plain":
-            update.update(rows, compact, table, step)
+            adam_step.update(rows, compact, table, step)
         elif way == "sparse":
             triton_adam.update(rows, compact, table, step)
         else:
@@ -228,7 +228,7 @@ def test_stochastic_rounding_keeps_the_expected_value() -> None:
     moments = torch.zeros(2, rows, dim, device=DEVICE)
     lr = 2.0**-8 / 10
     for t in range(1, times + 1):
-        step = update.AdamStep(moments[0], moments[1], None, lr, (0.0, 0.0), 1e-12, t, t)
+        step = adam_step.AdamStep(moments[0], moments[1], None, lr, (0.0, 0.0), 1e-12, t, t)
         triton_adam.update(torch.arange(rows, device=DEVICE), torch.ones(rows, dim, device=DEVICE), table, step)
     moved = 1 - table.double().mean().item()
     assert moved == pytest.approx(times * lr, rel=0.15 if GPU else 0.4)
@@ -238,7 +238,7 @@ def test_numbers_that_are_not_finite_move_nothing() -> None:
     table, moments = torch.ones(2, 8, device=DEVICE), torch.zeros(2, 2, 8, device=DEVICE)
     grad = torch.ones(2, 8, device=DEVICE)
     grad[0, 3], grad[1, 5] = float("nan"), float("inf")
-    step = update.AdamStep(moments[0], moments[1], None, 0.1, (0.9, 0.999), 1e-8, 1, 1)
+    step = adam_step.AdamStep(moments[0], moments[1], None, 0.1, (0.9, 0.999), 1e-8, 1, 1)
     triton_adam.update(torch.arange(2, device=DEVICE), grad, table, step)
     assert (table == 1).sum() == 2 and torch.isfinite(moments).all()
 

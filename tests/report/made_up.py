@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pkm.grid import Cell, Grid, load_grid
+from pkm.experiments.grid import Cell, Grid, load_grid
 
 SPEED = {"tokens_per_second": 1.0, "device": "cpu, 1 threads", "precision": "bf16", "batch_windows": 16, "context": 128}
 NASTY = r"""<script>alert("1")</script> & a|b `c` *d* 50% of $x_i^n$ {e} ~ \ #"""

@@ -13,7 +13,7 @@ import pytest
 
 from pkm.errors import UserError
 from pkm.report import page
-from pkm.report.findings import Finding
+from pkm.report.claims import Finding
 from pkm.report.page import write_report
 from pkm.report.results import GridResult, read_results
 from tests.report.made_up import NASTY, cell, grid, write_all, write_run

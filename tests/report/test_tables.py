@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pkm.grid import names
+from pkm.experiments.grid import names
 from pkm.report.results import GridResult, read_results
 from pkm.report.tables import csv_rows, csv_table, grid_table, latex, latex_table
 from tests.report.made_up import NASTY, cell, grid, write_all, write_run, write_speed

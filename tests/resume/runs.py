@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pkm.checkpoint import Checkpoints
-from pkm.manifest import verify
-from pkm.metrics import read
-from pkm.run import read_status
-from tests.warm import Ended, Job, Ranks, Server
+from pkm.checkpoint.checkpoints import Checkpoints
+from pkm.checkpoint.manifest import verify
+from pkm.run.metrics import read
+from pkm.run.status import read_status
+from tests.support.train_server import Ended, Job, Ranks, Server
 
 # What may differ between two runs that are otherwise the same.
 TIMES = {"time", "tokens_per_second", "peak_memory_bytes"}

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from pkm.checkpoint import POINTS
-from pkm.tensorfile import described
+from pkm.checkpoint.checkpoints import POINTS
+from pkm.checkpoint.tensor_file import described
 
 # The rank that dies at each point of a save; rank 0 alone removes old checkpoints.
 RANKS = dict(zip(POINTS, [1, 0, 1, 0, 1, 0, 1, 0, 1], strict=True))

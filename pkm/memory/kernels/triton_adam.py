@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pkm.memory.kernels.update import AdamStep
+from pkm.memory.kernels.adam_step import AdamStep
 
 
 @triton.jit

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pkm.memory.kernels.adam_step import AdamStep
 from pkm.memory.kernels.triton_adam import adam_row
-from pkm.memory.kernels.update import AdamStep
 
 # What happens to the gradient of a row.
 COMPACT = tl.constexpr(0)  # stored at the row's place among the rows that were read

@@ -1,0 +1,1 @@
+"""Saving and loading of checkpoints that verify, whatever the number of ranks."""

@@ -1,0 +1,1 @@
+"""The schema and the rules of a run, and how YAML becomes them: every mistake at once."""

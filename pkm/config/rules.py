@@ -1,0 +1,186 @@
+"""Combinations of settings that cannot be: those of one config, and those that so many ranks cannot share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# A pkm.config.schema.Config: that page, which refuses what is impossible, comes after this one.
+Config = Any
+Mistake = tuple[str, str, str]
+"""Dotted key to blame, what is wrong, how to fix it."""
+# (dotted key, does it apply?, what is wrong, how to fix it)
+Rule = tuple[str, Callable[[Config], bool], Callable[[Config], str], str]
+
+
+def _with_memory(check: Callable[[Config, Any], bool]) -> Callable[[Config], bool]:
+    return lambda c: c.memory is not None and check(c, c.memory)
+
+
+IMPOSSIBLE: list[Rule] = [
+    (
+        "model.heads",
+        lambda c: c.model.dim % c.model.heads != 0,
+        lambda c: f"{c.model.heads} heads do not divide model.dim = {c.model.dim}",
+        "choose heads that divide dim",
+    ),
+    (
+        "optim.batch_tokens",
+        lambda c: c.optim.batch_tokens % c.corpus.context != 0,
+        lambda c: (
+            f"{c.optim.batch_tokens} tokens are not a whole number of windows of corpus.context = {c.corpus.context}"
+        ),
+        "choose a multiple of the context",
+    ),
+    (
+        "evaluate.stride",
+        lambda c: (c.evaluate.stride or 0) > c.corpus.context,
+        lambda c: f"a stride of {c.evaluate.stride} would leave out tokens of windows of {c.corpus.context}",
+        "choose at most corpus.context",
+    ),
+    (
+        "memory.layers",
+        _with_memory(lambda c, m: (m.layers is None) == (m.count is None)),
+        lambda c: (
+            "memory.count is given too" if c.memory and c.memory.count else "neither layers nor memory.count is given"
+        ),
+        "give one of the two, for example `layers: [5]` (and `count: null` if a base file gives it)",
+    ),
+    (
+        "memory.layers",
+        _with_memory(lambda c, m: m.layers == ()),
+        lambda c: "an empty list names no layer",
+        "name a layer, or write `memory: null` for a dense model",
+    ),
+    (
+        "memory.layers",
+        _with_memory(lambda c, m: max(m.layers or (0,)) > c.model.layers),
+        lambda c: (
+            f"{list(c.memory_layers)} names a layer that is not there: the model has layers 1 to {c.model.layers}"
+        ),
+        "name layers from 1 to model.layers",
+    ),
+    (
+        "memory.layers",
+        _with_memory(lambda c, m: m.layers is not None and list(m.layers) != sorted(set(m.layers))),
+        lambda c: f"{list(c.memory_layers)} is not in ascending order without repeats",
+        "name each layer once, in ascending order",
+    ),
+    (
+        "memory.count",
+        _with_memory(
+            lambda c, m: m.layers is None and m.count is not None and max((0, *c.memory_layers)) > c.model.layers
+        ),
+        lambda c: (
+            f"{len(c.memory_layers)} memories at regular intervals would fall on {list(c.memory_layers)}, beyond layer {c.model.layers}"
+        ),
+        "name the layers yourself with memory.layers",
+    ),
+    (
+        "memory.sub_keys",
+        _with_memory(lambda c, m: m.keys == "product" and m.sub_keys is None),
+        lambda c: "product keys need their number of sub-keys a side",
+        "write for example `sub_keys: 512` for 512^2 slots",
+    ),
+    (
+        "memory.slots",
+        _with_memory(lambda c, m: m.keys == "product" and m.slots is not None),
+        lambda c: "the slots of product keys follow from memory.sub_keys",
+        "remove memory.slots",
+    ),
+    (
+        "memory.slots",
+        _with_memory(lambda c, m: m.keys == "flat" and m.slots is None),
+        lambda c: "flat keys need their number of slots",
+        "write for example `slots: 16384`",
+    ),
+    (
+        "memory.sub_keys",
+        _with_memory(lambda c, m: m.keys == "flat" and m.sub_keys is not None),
+        lambda c: "flat keys have no sub-keys",
+        "remove memory.sub_keys",
+    ),
+    (
+        "memory.knn",
+        _with_memory(lambda c, m: m.keys == "product" and m.sub_keys is not None and m.knn > m.sub_keys),
+        lambda c: f"k = {c.memory.knn} is more than the {c.memory.sub_keys} sub-keys of a side",
+        "choose knn <= sub_keys",
+    ),
+    (
+        "memory.knn",
+        _with_memory(lambda c, m: m.keys == "flat" and m.slots is not None and m.knn > m.slots),
+        lambda c: f"k = {c.memory.knn} is more than the {c.slots} slots",
+        "choose knn <= slots",
+    ),
+    (
+        "memory.query.dim",
+        _with_memory(lambda c, m: m.keys == "product" and m.query.dim % 2 != 0),
+        lambda c: f"a query of {c.memory.query.dim} has no two halves",
+        "choose an even query size",
+    ),
+    (
+        "optim.values.clip",
+        lambda c: c.optim.values.update == "fused" and c.optim.values.clip is not None,
+        lambda c: "update: fused applies Adam inside backward, before the norm of the gradient is known",
+        "use update: sparse, or clip: null",
+    ),
+    (
+        "optim.values.update",
+        lambda c: c.optim.values.update == "fused" and c.precision == "fp16",
+        lambda c: "fused moves rows inside backward, before fp16's loss scaler knows whether the step must be skipped",
+        "use update: sparse, or precision: bf16",
+    ),
+    (
+        "optim.values.dtype",
+        lambda c: c.optim.values.update == "dense" and c.optim.values.dtype != "fp32",
+        lambda c: "update: dense keeps values in fp32",
+        "use update: sparse, or dtype: fp32",
+    ),
+    (
+        "optim.values.state_dtype",
+        lambda c: c.optim.values.update == "dense" and c.optim.values.state_dtype != "fp32",
+        lambda c: "update: dense keeps Adam's moments of the values in fp32",
+        "use update: sparse, or state_dtype: fp32",
+    ),
+]
+
+
+def impossible(config: Config) -> list[Mistake]:
+    """What every rule of `IMPOSSIBLE` that `config` breaks says of it.
+
+    A config may lack settings that are wrong themselves (pkm.config.load.load): rules that read one do not apply.
+    """
+    found = []
+    for key, applies, what, fix in IMPOSSIBLE:
+        try:
+            if applies(config):
+                found.append((key, what(config), fix))
+        except AttributeError:
+            continue
+    return found
+
+
+def impossible_for(config: Config, ranks: int) -> list[Mistake]:
+    """As `impossible`, for what depends on the number of processes that torchrun started."""
+    found = []
+    if config.sequences % ranks:
+        what = (
+            f"{config.optim.batch_tokens} tokens are {config.sequences} windows of corpus.context = {config.corpus.context}, "
+            + (
+                f"fewer than the {ranks} ranks"
+                if config.sequences < ranks
+                else f"which {ranks} ranks cannot share evenly"
+            )
+        )
+        found.append(("optim.batch_tokens", what, f"choose a multiple of {ranks * config.corpus.context}"))
+    if config.memory and config.parallel.values == "sharded" and config.model.dim % ranks:
+        what = f"{ranks} ranks cannot share the {config.model.dim} columns of the values evenly"
+        found.append(("parallel.values", what, "choose a model.dim that the ranks divide, or values: replicated"))
+    if config.memory and config.optim.values.update == "fused":
+        if config.optim.micro_batch and config.optim.micro_batch < config.sequences // ranks:
+            what = "update: fused moves rows inside backward, and with accumulation a gradient is whole only after the last"
+            found.append(("optim.micro_batch", what, "use update: sparse, or micro_batch: null"))
+        if ranks > 1 and config.parallel.values == "replicated":
+            what = f"fused moves rows inside backward, without the gradients of the other {ranks - 1} ranks"
+            found.append(("optim.values.update", what, "use update: sparse, or parallel.values: sharded"))
+    return found

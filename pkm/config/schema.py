@@ -1,0 +1,322 @@
+"""The schema of a run: every setting, its unit and its default. `configs/base.yaml` shows the same as YAML.
+
+A `Config` is frozen. What one setting alone can get wrong is checked by its type; what settings get wrong together
+is the list `pkm.config.rules.IMPOSSIBLE`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from pkm.config.load import Resolved
+from pkm.config.load import load as load_file
+from pkm.config.part import Natural, Part, Positive
+from pkm.config.rules import impossible
+from pkm.config.rules import impossible_for as impossible_for  # for who has a config at hand
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+RATIO = r"^(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?x$"
+Ratio = Annotated[
+    str, Field(pattern=RATIO, json_schema_extra={"patternErrorMessage": "a ratio to optim.dense.lr, as 15x"})
+]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Betas = tuple[Probability, Probability]
+Where = Annotated[Path, AfterValidator(Path.expanduser)]
+Schedule = Literal["inverse_sqrt", "cosine", "linear", "constant"]
+
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*(/[A-Za-z0-9][A-Za-z0-9._+=-]*)*$"
+NAME_IN_WORDS = "letters, digits and any of . _ + = - (first a letter or digit), in parts separated by /"
+
+
+class CorpusConfig(Part):
+    """What is read."""
+
+    path: Where
+    """Prepared corpus: the directory that scripts/prepare.py wrote."""
+    context: Positive = 256
+    """Tokens of a window: what the model sees at once."""
+
+
+class ModelConfig(Part):
+    """The transformer."""
+
+    layers: Positive = 12
+    """Transformer blocks, L."""
+    dim: Positive = 1024
+    """Width of the residual stream, d."""
+    heads: Positive = 16
+    """Attention heads; must divide dim."""
+    ffn: Positive | None = None
+    """Hidden width of the feed-forward network; 4 * dim if not given."""
+    positions: Literal["learned"] = "learned"
+    """Position embeddings."""
+    norm: Literal["post", "pre"] = "post"
+    """LayerNorm after each residual sum, as in the paper's code, or before each sublayer."""
+    embedding_norm: bool = True
+    """LayerNorm over the sum of the embeddings, as in the paper's code."""
+    activation: Literal["gelu", "relu"] = "gelu"
+    """Of the feed-forward network."""
+    dropout: Probability = 0.0
+    """After embeddings, attention and feed-forward network, and on the attention weights."""
+
+
+class QueryConfig(Part):
+    """The query network: what a token asks a memory."""
+
+    dim: Positive = 512
+    """Query size d_q of one head (product keys compare its two halves)."""
+    hidden: tuple[Positive, ...] = ()
+    """Hidden widths of the query network; none = a linear map."""
+    norm: Literal["batch", "layer", "none"] = "batch"
+    """Normalisation on top of the query network."""
+
+
+class MemoryConfig(Part):
+    """Product-key memories, all alike."""
+
+    layers: tuple[Positive, ...] | None = None
+    """Blocks that hold a memory, counted from 1."""
+    count: Positive | None = None
+    """Instead of layers: that many memories at regular intervals."""
+    keys: Literal["product", "flat"] = "product"
+    """Key set: pairs of sub-keys, or one vector a slot."""
+    sub_keys: Positive | None = None
+    """Product keys: sub-keys a side, C; the memory has C * C slots."""
+    slots: Positive | None = None
+    """Flat keys: slots, K."""
+    heads: Positive = 4
+    """Memory heads H, each with its own query network and keys; values are shared."""
+    knn: Positive = 32
+    """Slots that a head reads, k."""
+    query: QueryConfig = QueryConfig()
+    values_std: Rate | None = None
+    """Standard deviation of the values at the start; null = dim ** -0.5."""
+    place: Literal["replace", "beside", "after"] = "replace"
+    """In place of the block's feed-forward network, added to its output, or a sublayer of its own after it."""
+    kernels: Literal["auto", "reference", "triton", "faiss"] = "auto"
+    """Who searches and reads: auto takes the fastest that the device and the shapes allow."""
+
+
+class DenseOptim(Part):
+    """Adam of everything that no other group holds."""
+
+    lr: Rate = 2.5e-4
+    """Peak learning rate; the other groups' may be given as a ratio to it."""
+    betas: Betas = (0.9, 0.98)
+    """Adam's."""
+    eps: Rate = 1e-8
+    """Adam's."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled (AdamW), on matrices only."""
+    schedule: Schedule = "inverse_sqrt"
+    """Learning rate as a function of the step."""
+    warmup_steps: Natural = 4000
+    """Linear warm-up."""
+    clip: Rate | None = 5.0
+    """Largest gradient norm of the group; null = no clipping."""
+    fused: Literal["torch", "apex"] = "torch"
+    """Whose fused Adam updates the group; apex is NVIDIA's, where it is installed."""
+
+
+class GroupOptim(Part):
+    """Adam of a part of what is dense: a rate of its own, and whatever else is not to be as in `optim.dense`."""
+
+    lr: Rate | Ratio = "1x"
+    """Peak learning rate: a number, or a ratio to optim.dense.lr as 10x."""
+    schedule: Schedule | None = None
+    """Learning rate as a function of the step; null = optim.dense's."""
+    warmup_steps: Natural | None = None
+    """Linear warm-up; null = optim.dense's."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Decoupled (AdamW), on matrices only; null = optim.dense's."""
+    clip: Rate | Literal["with dense"] | None = "with dense"
+    """Largest gradient norm of the group; with dense = its gradient counts in optim.dense's norm and is scaled with it;
+    null = no clipping."""
+
+
+class ValuesOptim(Part):
+    """Adam of the memories' values."""
+
+    lr: Rate | Ratio = 1e-3
+    """Peak learning rate: a number, or a ratio to optim.dense.lr as 50x."""
+    betas: Betas = (0.9, 0.999)
+    """Adam's."""
+    eps: Rate = 1e-8
+    """Adam's."""
+    schedule: Schedule = "constant"
+    """Learning rate as a function of the step."""
+    warmup_steps: Natural = 0
+    """Linear warm-up."""
+    clip: Rate | None = None
+    """Largest gradient norm of the group; null = no clipping."""
+    update: Literal["auto", "dense", "sparse", "fused"] = "auto"
+    """dense: Adam over all slots. sparse: only slots that were read move, nor do the others' moments. fused: sparse, inside
+    backward. auto = sparse."""
+    dtype: Literal["fp32", "bf16", "bf16+master"] = "fp32"
+    """How values are kept: bf16 rounds stochastically; bf16+master reads bf16 and updates an fp32 copy."""
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """How Adam's moments of the values are kept."""
+
+
+class OptimConfig(Part):
+    """How long, on how much at a time, and by which updates the model learns."""
+
+    steps: Positive
+    """Updates of a run."""
+    batch_tokens: Positive
+    """Tokens of one update, over all ranks and accumulation; a multiple of the context."""
+    micro_batch: Positive | None = None
+    """Windows of one forward pass of one rank; null = all at once. Smaller means accumulation, in less memory."""
+    dense: DenseOptim = DenseOptim()
+    embeddings: GroupOptim = GroupOptim()
+    """Of tokens (the output layer's too, which they are tied to) and positions."""
+    addressing: GroupOptim = GroupOptim()
+    """The memories' query networks and keys."""
+    values: ValuesOptim = ValuesOptim()
+    max_skipped: Positive = 20
+    """Steps skipped in a row, because loss or gradient was not finite, that stop the run."""
+
+    def group(self, name: str) -> DenseOptim | ValuesOptim:
+        """Settings of `dense`, `embeddings`, `addressing` or `values` with every rate a number and nothing left to `dense`."""
+        own = getattr(self, name)
+        lr = float(own.lr.removesuffix("x")) * self.dense.lr if isinstance(own.lr, str) else own.lr
+        if not isinstance(own, GroupOptim):
+            return own.model_copy(update={"lr": lr})
+        given = {key: getattr(own, key) for key in ("schedule", "warmup_steps", "weight_decay")}
+        given = {key: value for key, value in given.items() if value is not None}
+        clip = self.dense.clip if own.clip == "with dense" else own.clip
+        return self.dense.model_copy(update={**given, "lr": lr, "clip": clip})
+
+
+class ProfileConfig(Part):
+    from_step: Positive = 20
+    """First step that is recorded."""
+    steps: Positive = 3
+    """Steps that are recorded, each into profile-STEP-rankR.json of the run directory (for Perfetto)."""
+
+
+class ParallelConfig(Part):
+    """How ranks share the work."""
+
+    values: Literal["replicated", "sharded"] = "replicated"
+    """Every rank holds the values whole, or each d/R columns of every slot."""
+    batch_norm: Literal["all ranks", "each rank"] = "all ranks"
+    """Whose tokens the query's BatchNorm takes its statistics over."""
+    activation_checkpointing: bool = False
+    """Keep only each block's input for backward and compute the rest again: less memory, about a third more time."""
+
+
+class CheckpointConfig(Part):
+    """When a run is saved, and what is kept."""
+
+    every_steps: Positive = 1000
+    """Steps between checkpoints; one more is written at the end and when the run is told to stop."""
+    keep: Positive = 3
+    """Newest checkpoints that stay; the best one stays besides."""
+    in_background: Annotated[bool, Field(alias="async")] = False
+    """Copy the tensors to the CPU's memory and write them while training goes on; it needs room there for the copy."""
+
+
+class EvaluateConfig(Part):
+    """When and on what a model is scored."""
+
+    every_steps: Positive = 1000
+    """Steps between evaluations on the validation split."""
+    documents: Positive | None = 200
+    """First documents of the validation split to evaluate on; null = all. The final report reads all of test."""
+    test_documents: Positive | None = None
+    """First documents of the test split that the report scores; null = all."""
+    train_documents: Natural = 0
+    """First documents of the training split that the report scores besides, to show how far the model fits its training text."""
+    stride: Positive | None = None
+    """Tokens a window moves on; null = context, so that windows do not overlap."""
+    batch: Positive = 16
+    """Windows of one forward pass."""
+
+
+class LogConfig(Part):
+    """What is written while a run goes on."""
+
+    every_steps: Positive = 10
+    """Steps between log lines."""
+    tensorboard: bool = True
+    """Write event files beside metrics.jsonl."""
+
+
+class Config(Part):
+    """A run, whole."""
+
+    name: Annotated[str, Field(pattern=NAME, json_schema_extra={"patternErrorMessage": NAME_IN_WORDS})]
+    """The run's directory below `runs`."""
+    runs: Where = Path("runs")
+    """Where run directories are made."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    """Of initialisation, data order and dropout."""
+    corpus: CorpusConfig
+    model: ModelConfig = ModelConfig()
+    memory: MemoryConfig | None = None
+    """Absent = a dense model."""
+    optim: OptimConfig
+    max_minutes: Rate | None = None
+    """Save and stop in time to be done after so many minutes, as a cluster's time limit asks; null = no limit. Counted from
+    where training begins, or under torchrun from its start: ranks that it starts again have what is left."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Of matrix products; auto = bf16 on GPUs that have it, else fp32. tf32 = fp32 with a GPU's shorter products."""
+    compile: bool = False
+    """torch.compile the blocks: faster after a minute or more at the start."""
+    profile: ProfileConfig | None = None
+    """Record some steps with torch's profiler; null = none."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto = cuda, mps, cpu: the first there is."""
+    threads: Positive | None = None
+    """CPU threads of a rank; null = torch's choice. Results repeat bit by bit only for the same number."""
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def directory(self) -> Path:
+        return self.runs / self.name
+
+    @property
+    def sequences(self) -> int:
+        """Windows of one update, over all ranks and accumulation."""
+        return self.optim.batch_tokens // self.corpus.context
+
+    @property
+    def ffn(self) -> int:
+        return self.model.ffn or 4 * self.model.dim
+
+    @property
+    def memory_layers(self) -> tuple[int, ...]:
+        """Blocks that hold a memory, counted from 1; empty for a dense model."""
+        if self.memory is None:
+            return ()
+        if self.memory.layers is not None:
+            return self.memory.layers
+        interval = memory_interval(self.model.layers, self.memory.count or 0)
+        return tuple(interval * (i + 1) for i in range(self.memory.count or 0))
+
+    @property
+    def slots(self) -> int:
+        """Slots of one memory, K."""
+        if self.memory is None:
+            return 0
+        return self.memory.slots if self.memory.keys == "flat" else (self.memory.sub_keys or 0) ** 2  # type: ignore[return-value]
+
+
+def memory_interval(layers: int, count: int) -> int:
+    """Blocks from one memory to the next (paper 4.3: L=16, N=2 gives 6 and 12)."""
+    return math.ceil(layers / (count + 1))
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> Resolved[Config]:
+    """A run's config from its file and `a.b=value` arguments. Raises UserErrors with every mistake in them."""
+    return load_file(path, overrides, Config, impossible)

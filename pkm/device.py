@@ -1,0 +1,80 @@
+"""Which device a run computes on and in which precision, and torch's settings for both."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+
+import torch
+
+from pkm.config.schema import Config
+from pkm.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Dense peak of matrix products, FLOP/s, by a part of the card's name and dtype (vendors' data sheets).
+PEAKS = {
+    "H200": {"bf16": 989e12, "fp16": 989e12, "tf32": 495e12, "fp32": 67e12},
+    "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "tf32": 418e12, "fp32": 60e12},
+    "H100 PCIe": {"bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51e12},
+    "H100": {"bf16": 989e12, "fp16": 989e12, "tf32": 495e12, "fp32": 67e12},
+    "A100": {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
+    "V100": {"fp16": 125e12, "fp32": 15.7e12},
+    "L40S": {"bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12},
+    "RTX 4090": {"bf16": 165e12, "fp16": 165e12, "tf32": 82.6e12, "fp32": 82.6e12},
+    "RTX 3090": {"bf16": 71e12, "fp16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12},
+}
+
+
+def pick_device(config: Config) -> torch.device:
+    """`config.device`, or for `auto` the first of cuda, mps, cpu that is there; UserError if the named one is not."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = next(name for name in there if there[name]) if config.device == "auto" else config.device
+    if not there[kind]:
+        available = ", ".join(name for name in there if there[name])
+        raise UserError(f"this machine has no {kind} device", "device", f"choose auto or one of: {available}")
+    if kind != "cuda":
+        return torch.device(kind)
+    number, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= gpus:
+        raise UserError(
+            f"this machine shows {gpus} GPUs, and none for local rank {number}", "device", "start a rank a GPU"
+        )
+    return torch.device(kind, number)
+
+
+def pick_precision(config: Config, device: torch.device) -> str:
+    """fp32, tf32, bf16 or fp16: `config.precision`, or for `auto` bf16 on a GPU that has it, else fp32.
+
+    UserError for fp16 on a CPU or tf32 without CUDA.
+    """
+    if config.precision == "auto":
+        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    if config.precision == "fp16" and device.type == "cpu":
+        raise UserError("fp16 needs a GPU: its loss scaling is made for one", "precision", "choose bf16, fp32 or auto")
+    if config.precision == "tf32" and device.type != "cuda":
+        raise UserError("tf32 is a mode of NVIDIA's GPUs", "precision", "choose fp32, bf16 or auto")
+    return config.precision
+
+
+def set_up(config: Config, device: torch.device) -> None:
+    """Settings of torch that hold for the whole process: the GPU, threads, and the precision of fp32 products."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton's kernels, streams and copies take the current one
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.set_float32_matmul_precision("high" if pick_precision(config, device) == "tf32" else "highest")
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """Matrix products in bf16 or fp16; everything that torch keeps in fp32 stays there."""
+    dtype = DTYPES[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Dense peak of this card in FLOP/s, for MFU; None for a CPU or a card that the table lacks."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peaks.get(precision) for card, peaks in PEAKS.items() if card in name), None)

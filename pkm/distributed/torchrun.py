@@ -1,0 +1,35 @@
+"""What of torchrun a run and its starter must know: its options, its age, how to end it."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+
+def seconds_since_torchrun() -> float:
+    """How long ago torchrun began, which starts its ranks again when one dies; 0 without it, and where /proc does not tell."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0.0
+    try:
+        # After the name, which may hold anything, the 20th field: the start in ticks since boot (proc(5), starttime).
+        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return 0.0
+
+
+ONE_NODE = ("--standalone", "--local-addr=127.0.0.1")
+"""torchrun's options; by itself it takes the machine's own name, which may not resolve, and then hangs."""
+
+
+def kill_all(pid: int) -> None:
+    """Kill a process and all that it started: torchrun's ranks have sessions of their own."""
+    with suppress(psutil.NoSuchProcess):
+        first = psutil.Process(pid)
+        for process in (*first.children(recursive=True), first):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

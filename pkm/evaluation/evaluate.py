@@ -1,0 +1,210 @@
+"""What a model is worth: perplexity, memory usage and KL on a split, and words per second (paper 4.2)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pkm.config.schema import Config
+from pkm.corpus.batches import IGNORE, evaluation_batches
+from pkm.corpus.store import Corpus, Split
+from pkm.device import autocast, pick_precision
+from pkm.distributed import dist
+from pkm.errors import UserError
+from pkm.memory.usage import Usage, UsageMeter
+from pkm.model.transformer import Transformer
+
+WARM_UP_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One pass over a split. Losses in nats; `memories` maps a layer (counted from 1) to its usage."""
+
+    split: str
+    documents: int
+    tokens: int
+    words: int
+    loss: float
+    perplexity: float
+    word_perplexity: float
+    bits_per_byte: float | None
+    memories: dict[int, Usage]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        return asdict(self) | {"memories": {str(layer): asdict(usage) for layer, usage in self.memories.items()}}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Inference: forward passes over the test split after a warm-up, nothing recorded."""
+
+    words_per_second: float
+    tokens_per_second: float
+    device: str
+    precision: str
+    batch_windows: int
+    context: int
+
+
+def evaluate(
+    model: Transformer,
+    corpus: Corpus,
+    split: Split,
+    config: Config,
+    documents: int | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Score the first `documents` of `split` (None = all) in windows of the context; `between` is called before each batch.
+
+    perplexity per BPE token is exp(nll / tokens), per word exp(nll / words), where nll is the total over all tokens but
+    the first of the split; bits per byte is given for a whole split only. Usage and KL are those of the slots read for
+    the tokens scored here, over the whole pass, in float64 (paper 4.2).
+    """
+    word_ends = corpus.vocab.word_ends
+    meters = {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
+    nll, tokens, words = 0.0, 0, 0
+    with _inference(model), recording(model):
+        for inputs, targets in _batches(split, config, documents):
+            between()
+            ids, wanted = _to(model, inputs), _to(model, targets)
+            with autocast(ids.device, pick_precision(config, ids.device)):
+                nll += float(model(ids, wanted))
+            scored = targets != IGNORE
+            tokens += int(scored.sum())
+            words += int(word_ends[targets[scored]].sum())
+            reads = (wanted != IGNORE).flatten()  # never padding: what follows it is not scored
+            for layer, memory in model.memories():
+                indices, weights, _ = memory.selection
+                meters[layer].update(indices, weights, reads)
+    nll, tokens, words = _sum_over_ranks(nll, tokens, words)
+    for meter in meters.values():
+        meter.sum_over_ranks()
+    if not math.isfinite(nll):
+        raise UserError(
+            f"the model's loss on the {split.name} split is {nll}",
+            fix="use precision fp32 or bf16; if it stays so, go back to an earlier checkpoint",
+        )
+    whole = documents is None or documents >= split.documents
+    if whole:
+        words = split.words  # Moses's own count: an unknown character within a word ends no word
+    return Evaluation(
+        split=split.name,
+        documents=split.documents if whole else int(documents or 0),
+        tokens=tokens,
+        words=words,
+        loss=nll / tokens,
+        perplexity=_exp(nll / tokens),
+        word_perplexity=_exp(nll / max(words, 1)),
+        bits_per_byte=nll / math.log(2) / split.bytes if whole and split.bytes else None,
+        memories={layer: meter.result() for layer, meter in meters.items()},
+    )
+
+
+def scored_tokens(config: Config, corpus: Corpus) -> int:
+    """Tokens that pass through the model in an evaluation of the validation split, windows that overlap counted whole."""
+    if corpus.valid is None:
+        return 0
+    documents = min(config.evaluate.documents or corpus.valid.documents, corpus.valid.documents)
+    return (
+        corpus.valid.document_start(documents)
+        * config.corpus.context
+        // (config.evaluate.stride or config.corpus.context)
+    )
+
+
+def measure_speed(model: Transformer, corpus: Corpus, split: Split, config: Config, seconds: float = 10.0) -> Speed:
+    """Words and BPE tokens per second at inference, over `split`, for at most about `seconds` after a warm-up."""
+    device = next(model.parameters()).device
+    precision = pick_precision(config, device)
+    word_ends = corpus.vocab.word_ends
+    with _inference(model), autocast(device, precision):
+        for inputs, targets in islice(_batches(split, config, None), WARM_UP_BATCHES):
+            _wait(device)
+            started = time.perf_counter()
+            model(_to(model, inputs), _to(model, targets))
+            _wait(device)
+            one = time.perf_counter() - started
+        count = dist.broadcast_object(max(1, int(seconds / one)))  # every rank must do as many
+        tokens = words = 0
+        started = time.perf_counter()
+        for inputs, targets in islice(_batches(split, config, None), count):
+            model(_to(model, inputs), _to(model, targets))
+            scored = targets != IGNORE
+            tokens += int(scored.sum())
+            words += int(word_ends[targets[scored]].sum())
+        _wait(device)
+        elapsed = max(dist.gather_objects(time.perf_counter() - started))
+    _, tokens, words = _sum_over_ranks(0.0, tokens, words)
+    name = (
+        torch.cuda.get_device_name() if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+    )
+    return Speed(
+        words_per_second=words / elapsed,
+        tokens_per_second=tokens / elapsed,
+        device=name,
+        precision=precision,
+        batch_windows=config.evaluate.batch,
+        context=config.corpus.context,
+    )
+
+
+def _batches(split: Split, config: Config, documents: int | None) -> Iterator[tuple[Any, Any]]:
+    """This rank's windows of every batch; all ranks get as many batches, and rows of padding where text runs out."""
+    each = -(-config.evaluate.batch // dist.world_size())
+    rows = slice(dist.rank() * each, (dist.rank() + 1) * each)
+    together = each * dist.world_size()
+    stride = config.evaluate.stride
+    for inputs, targets in evaluation_batches(split, config.corpus.context, together, stride, documents):
+        yield inputs[rows], targets[rows]
+
+
+def _sum_over_ranks(nll: float, tokens: int, words: int) -> tuple[float, int, int]:
+    total = dist.all_reduce(torch.tensor([nll, tokens, words], dtype=torch.float64)).tolist()
+    return total[0], int(total[1]), int(total[2])
+
+
+@contextmanager
+def _inference(model: Transformer) -> Iterator[None]:
+    """Evaluation mode without gradients; training mode comes back as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def recording(model: Transformer, active: bool = True) -> Iterator[None]:
+    """Every memory keeps what it last read, for a UsageMeter."""
+    for _, memory in model.memories():
+        memory.record = active
+    try:
+        yield
+    finally:
+        for _, memory in model.memories():
+            memory.record = False
+
+
+def _to(model: Transformer, array: Any) -> Tensor:
+    return torch.from_numpy(array).to(next(model.parameters()).device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf

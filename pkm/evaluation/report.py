@@ -1,0 +1,111 @@
+"""The report of one run: its best checkpoint on the test split, as report.json and report.md."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pkm.config.schema import Config
+from pkm.corpus.store import Corpus
+from pkm.distributed import dist
+from pkm.evaluation.evaluate import Evaluation, Speed, evaluate, measure_speed
+from pkm.files import atomic_write
+from pkm.format import markdown_table
+from pkm.inference.trained import load_weights
+from pkm.machine import machine
+from pkm.model.transformer import Transformer, parameters
+from pkm.run.run import Run
+from pkm.run.stop import StopFlag
+
+
+def report(run: Run, config: Config, corpus: Corpus, model: Transformer, stop: StopFlag) -> None:
+    """Evaluate the checkpoint with the lowest validation loss (the last one, without validation) on the test split.
+
+    dist.Stopped, with nothing written, if the run is told to stop meanwhile.
+    """
+    split = corpus.test
+    if split is None:
+        run.say(f"no report: {corpus.path} has no test split (prepare it with held-out articles for one)")
+        return
+    best = run.checkpoints.load("best" if corpus.valid else "latest")
+    load_weights(model, best)
+    asked = config.evaluate
+    documents = min(asked.test_documents or split.documents, split.documents)
+    run.say(f"evaluating step {best.step} on {documents:,} test documents")
+    evaluation = evaluate(model, corpus, split, config, asked.test_documents, lambda: stop.check(run.directory))
+    fitted = None
+    if asked.train_documents and corpus.train is not None:
+        fitted = evaluate(model, corpus, corpus.train, config, asked.train_documents, lambda: stop.check(run.directory))
+    speed = measure_speed(model, corpus, split, config)
+    stop.check(run.directory)
+    run.metrics.write(config.optim.steps, "test", **evaluation.record())
+    record = report_record(config, model, best.step, evaluation, speed, fitted)
+    text = report_markdown(record, evaluation, speed)
+    with dist.together():
+        if dist.is_main():
+            atomic_write(run.directory / "report.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
+            atomic_write(run.directory / "report.md", text)
+    run.say(text)
+
+
+def report_record(
+    config: Config,
+    model: Transformer,
+    step: int,
+    evaluation: Evaluation,
+    speed: Speed,
+    fitted: Evaluation | None = None,
+) -> dict[str, Any]:
+    """What report.json holds. `fitted` scores training text."""
+    dense, values = parameters(model)
+    return {
+        "run": config.name,
+        "step": step,
+        "parameters": {"dense": dense, "values": values},
+        "evaluation": evaluation.record(),
+        "training": fitted and fitted.record(),
+        "speed": vars(speed),
+        "machine": machine(),
+    }
+
+
+def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed) -> str:
+    """Two tables: the model, and each of its memories."""
+    e, parameters = evaluation, record["parameters"]
+    model = [
+        ("checkpoint", f"step {record['step']:,}"),
+        ("parameters", f"{parameters['dense']:,} dense, {parameters['values']:,} values"),
+        ("scored", f"{e.tokens:,} BPE tokens, {e.words:,} words, {e.documents:,} documents ({e.split})"),
+        ("perplexity per BPE token", f"{e.perplexity:.2f}"),
+        ("perplexity per word", f"{e.word_perplexity:.2f}"),
+        *([("perplexity on training text", f"{fitted['perplexity']:.2f}")] if (fitted := record["training"]) else []),
+        ("bits per byte", "-" if e.bits_per_byte is None else f"{e.bits_per_byte:.4f}"),
+        ("words/s at inference", f"{speed.words_per_second:,.0f}"),
+        ("BPE tokens/s at inference", f"{speed.tokens_per_second:,.0f}"),
+        ("measured on", f"{speed.device}, {speed.precision}, {speed.batch_windows} windows of {speed.context} tokens"),
+    ]
+    text = f"# {record['run']}\n\n" + markdown_table(["", ""], model)
+    if e.memories:
+        header = [
+            "memory at layer",
+            "usage %",
+            "KL",
+            "Gini",
+            "top 50 % in",
+            "top 90 % in",
+            "top 99 % in",
+            "slots two heads share",
+        ]
+        rows = [
+            (
+                str(layer),
+                f"{u.percent:.2f}",
+                f"{u.kl:.4f}",
+                f"{u.gini:.3f}",
+                *(f"{share:.2f} % of slots" for share in (u.top50, u.top90, u.top99)),
+                f"{u.shared_by_two_heads:.3f}",
+            )
+            for layer, u in e.memories.items()
+        ]
+        text += "\n" + markdown_table(header, rows)
+    return text + f"\n{record['machine']}\n"

@@ -1,0 +1,76 @@
+"""Words a second of a model at inference, measured with nothing else at work and kept as speed.json of its run.
+
+As the paper does (section 4.2): forward passes over the test set after a warm-up. The paper also times models that it did
+not train; then the weights are as initialised.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from pkm.checkpoint.checkpoints import Checkpoints
+from pkm.config.schema import Config
+from pkm.corpus.store import open_corpus
+from pkm.device import pick_device, set_up
+from pkm.errors import UserError
+from pkm.evaluation.evaluate import measure_speed
+from pkm.files import atomic_write, read_json
+from pkm.inference.trained import load_trained
+from pkm.machine import card, machine, processor
+from pkm.model.transformer import build_model
+
+FILE = "speed.json"
+SECONDS = 10.0
+
+
+def time_run(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
+    """Measure the model of a run, by its best checkpoint if there is one, and write speed.json into its directory.
+
+    UserError if the corpus is not prepared or has no test split.
+    """
+    device = pick_device(config)
+    set_up(config, device)
+    trained = bool(Checkpoints(config.directory / "checkpoints", keep=config.checkpoint.keep).steps())
+    if trained:
+        found = load_trained(config.directory, "best", (f"corpus.path={json.dumps(str(config.corpus.path))}",))
+        corpus, model, step = found.corpus, found.model, found.step
+    else:
+        corpus = open_corpus(config.corpus.path)
+        model, step = build_model(config, corpus.vocab.size).to(device).eval(), 0
+    if corpus.test is None:
+        raise UserError("the corpus has no test split", str(corpus.path), "prepare it with held-out articles")
+    speed = measure_speed(model, corpus, corpus.test, config, seconds)
+    record = {
+        **vars(speed),
+        "weights": f"step {step}" if trained else "as initialised",
+        "trained": trained,
+        "processor": processor(),
+        "machine": machine(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    atomic_write(config.directory / FILE, json.dumps(record, indent=2) + "\n")
+    return record
+
+
+def read_speed(directory: Path) -> dict[str, Any] | None:
+    """What speed.json of a run says; None without one."""
+    return read_json(directory / FILE)
+
+
+def seems_measured(directory: Path, trained: bool) -> bool:
+    """Whether there is a measurement with weights trained or not, on whatever machine."""
+    return (read_speed(directory) or {}).get("trained") == trained
+
+
+def measured_here(config: Config, trained: bool) -> bool:
+    """Whether speed.json holds what would be measured now: on this processor or card, with weights trained or not."""
+    record = read_speed(config.directory)
+    if record is None or record.get("trained") != trained:
+        return False
+    device = pick_device(config)
+    if device.type != "cuda":
+        return record.get("processor") == processor() and str(record.get("device")).startswith(device.type)
+    return record.get("device") == card()

@@ -1,0 +1,1 @@
+"""Grids: tables of cells become runs, here or on a cluster."""

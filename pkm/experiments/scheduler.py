@@ -1,0 +1,164 @@
+"""The runs of a grid on this machine: as many at a time as there are workers, then their words a second one by one.
+
+Whatever ends it, the same call goes on: a run that is told to stop saves first, and what is finished is not run again.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from pkm import files
+from pkm.evaluation.speed import measured_here
+from pkm.experiments.jobs import Job
+from pkm.experiments.live_table import Board
+from pkm.experiments.task import Task
+from pkm.experiments.workers import Child, Worker, speed_command, train_command
+from pkm.run.lock import held
+from pkm.run.status import mark_failed, read_status
+
+POLL_SECONDS = 0.2
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Pool:
+    """tasks[i] is what became of jobs[i]."""
+
+    def __init__(self, jobs: Sequence[Job], workers: Sequence[Worker], board: Board, time_again: bool = False):
+        self.tasks = [Task(job) for job in jobs]
+        self.workers, self.board, self.time_again = list(workers), board, time_again
+        self.stopped_by: str | None = None
+        """The signal that ended it."""
+        self._signals = 0
+        self._children: list[tuple[Task, Child]] = []
+
+    def run(self) -> None:
+        """Train what is not finished, measure what is not measured. Nothing is raised for a run that fails."""
+        for task in self.tasks:
+            if not task.job.trained or task.job.is_finished():
+                task.state, task.before = "finished", task.job.trained
+                task.take_report()
+            else:
+                task.look()
+        with self._signals_heard(), self.board.shown(self.tasks, len(self.workers)):
+            self._train()
+            if not self._signals:
+                self._time()
+
+    @property
+    def failed(self) -> list[Task]:
+        return [task for task in self.tasks if task.state == "failed"]
+
+    def _train(self) -> None:
+        free = list(self.workers)
+        while True:
+            while free and not self._signals and (task := self._next()) is not None:
+                worker = free.pop(0)
+                self._start(task, worker, train_command(task.job, worker.ranks), "output.txt")
+            if not self._children:
+                break
+            for task, child in self._wait():
+                free.append(child.worker)
+                self._trained(task, child)
+
+    def _next(self) -> Task | None:
+        """The next run that nobody is at work on."""
+        for task in self.tasks:
+            if task.state in ("waiting", "elsewhere"):
+                holder = held(task.job.directory / "lock")
+                if holder is None and task.state == "elsewhere" and task.job.is_finished():
+                    self._finish(task)  # by who was at work on it
+                elif holder is None:
+                    return task
+                elif task.state == "waiting":
+                    self._end(task, "elsewhere", holder)
+        return None
+
+    def _start(self, task: Task, worker: Worker, command: list[str], output: str) -> None:
+        task.state = "running" if output == "output.txt" else "timing"
+        with files.explained(task.job.directory):
+            child = Child(task.job, worker, command, task.job.directory / output)
+        self._children.append((task, child))
+        self.board.started(task)
+
+    def _wait(self) -> Iterator[tuple[Task, Child]]:
+        """The children that ended meanwhile; those that go on are told of signals that came."""
+        time.sleep(POLL_SECONDS)
+        for task, child in list(self._children):
+            if self._signals:
+                child.ask_to_stop()
+            if self._signals > 1:
+                child.kill()
+            task.look()
+            if child.ended():
+                self._children.remove((task, child))
+                yield task, child
+        self.board.tick()
+
+    def _trained(self, task: Task, child: Child) -> None:
+        job, code = task.job, child.process.returncode
+        if job.is_finished():
+            self._finish(task)
+        elif code == 0:
+            status = read_status(job.directory)
+            self._end(task, "stopped", f"{status.get('reason')}, at step {status.get('step')}")
+        elif child.asked:
+            self._end(
+                task, "stopped", "before it could save" if task.progress.step == 0 else "goes on from its last save"
+            )
+        elif (holder := held(job.directory / "lock")) is not None:
+            self._end(task, "elsewhere", holder)
+        else:
+            reason = child.reason()
+            mark_failed(job.directory, reason)
+            self._end(task, "failed", reason)
+
+    def _time(self) -> None:
+        """Words a second of each cell that a table shows them of, with nothing else at work."""
+        for task in self.tasks:
+            if self._signals or not task.job.timed or task.state != "finished":
+                continue
+            if not self.time_again and measured_here(task.job.config, task.job.trained):
+                continue
+            if any(other.state == "elsewhere" for other in self.tasks):
+                self.board.say("words a second are not measured beside runs elsewhere; the same command does it later")
+                break
+            worker = Worker(self.workers[0].gpus[:1], self.workers[0].cores)
+            self._start(task, worker, [*speed_command(task.job), "--quiet"], "speed.txt")
+            while self._children:
+                for ended, child in self._wait():
+                    if child.process.returncode == 0:
+                        ended.state = "finished"
+                        self.board.timed(ended)
+                    elif child.asked:
+                        ended.state = "finished"
+                    else:
+                        self._end(ended, "failed", f"words a second: {child.reason()}")
+                    child.output.unlink(missing_ok=True)
+
+    def _finish(self, task: Task) -> None:
+        task.take_report()
+        self._end(task, "finished")
+
+    def _end(self, task: Task, state: Any, reason: str = "") -> None:
+        task.state, task.reason = state, reason
+        self.board.ended(task)
+
+    @contextmanager
+    def _signals_heard(self) -> Iterator[None]:
+        def hear(number: int, frame: FrameType | None) -> None:
+            self._signals += 1
+            self.stopped_by = signal.Signals(number).name
+            first = f"{self.stopped_by}: every run saves, then stops; a second one kills them"
+            self.board.note = first if self._signals == 1 else "killing the runs"
+
+        previous = {number: signal.signal(number, hear) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""A trained model, found again: to generate with, or to export."""

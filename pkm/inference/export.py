@@ -1,0 +1,81 @@
+"""A trained model in a directory of its own: weights in one safetensors file, its config, codes and vocabulary.
+
+    model.safetensors    every weight and running statistic, fp32 as trained
+    config.yaml          the run's config
+    codes  vocab  tokenizer.json    what turns text into its ids and back
+
+The directory needs neither the run nor the corpus it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from pkm.checkpoint import tensor_file
+from pkm.config.load import dump
+from pkm.config.schema import Config, load
+from pkm.device import pick_device
+from pkm.errors import UserError
+from pkm.files import atomic_write, explained, publish
+from pkm.inference.trained import Trained
+from pkm.model.transformer import Transformer, build_model
+from pkm.text.bpe import Codes
+from pkm.text.encode import Encoder
+from pkm.text.vocab import Vocab
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    config: Config
+    model: Transformer
+    encoder: Encoder
+
+
+def export(trained: Trained, directory: Path) -> None:
+    """Write `directory` whole; UserError if it is there already or cannot be written."""
+    if directory.exists():
+        raise UserError("is there already", str(directory), "name a directory that is not")
+    temporary = directory.with_name(directory.name + ".tmp")
+    try:
+        with explained(directory):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            tensor_file.write(temporary / WEIGHTS, trained.model.state_dict(), {"step": str(trained.step)})
+            for name in ("codes", "vocab"):
+                shutil.copy(trained.corpus.path / name, temporary / name)
+            tokenizer = {"specials": trained.corpus.vocab.specials, "encoder": trained.corpus.manifest["tokenizer"]}
+            atomic_write(temporary / "tokenizer.json", json.dumps(tokenizer, indent=1) + "\n")
+            atomic_write(temporary / "config.yaml", dump(trained.config))
+        publish(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_exported(directory: Path, overrides: tuple[str, ...] = ()) -> Exported:
+    """Read what `export` wrote; UserError where a file is missing or does not belong to the others."""
+    config = load(directory / "config.yaml", overrides).config
+    try:
+        with explained(directory / "tokenizer.json"):
+            tokenizer = json.loads((directory / "tokenizer.json").read_text())
+        vocab = Vocab.load(directory / "vocab", tokenizer["specials"])
+        encoder = Encoder(Codes.load(directory / "codes"), vocab, **tokenizer["encoder"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"not what was exported: {error}", str(directory / "tokenizer.json"), "export again") from None
+    model = build_model(config, vocab.size)
+    try:
+        with explained(directory / WEIGHTS):
+            (directory / WEIGHTS).stat()  # says what is wrong with the file better than safetensors does
+            model.load_state_dict(load_file(directory / WEIGHTS))
+    except (SafetensorError, RuntimeError) as error:
+        raise UserError(
+            f"the weights do not fit the config: {error}", str(directory / WEIGHTS), "export again"
+        ) from None
+    return Exported(config, model.to(pick_device(config)).eval(), encoder)

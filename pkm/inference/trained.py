@@ -1,0 +1,55 @@
+"""A trained model, found again in its run directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pkm.checkpoint.checkpoints import Checkpoints
+from pkm.checkpoint.load import Loaded
+from pkm.config.schema import Config, load
+from pkm.corpus.store import Corpus, open_corpus
+from pkm.device import pick_device
+from pkm.distributed import dist
+from pkm.errors import UserError
+from pkm.model.transformer import Transformer, build_model, column_sharded
+
+
+@dataclass(frozen=True)
+class Trained:
+    config: Config
+    corpus: Corpus
+    model: Transformer
+    step: int
+
+
+def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str, ...] = ()) -> Trained:
+    """The model of a run at a checkpoint: `best`, `latest` or a step's number.
+
+    `overrides` are settings that may differ from the run's own, such as `device=cpu` or `corpus.path=...`.
+    Raises UserError where there is no such run, corpus or checkpoint.
+    """
+    file = directory / "config.yaml"
+    if not file.is_file():
+        raise UserError(
+            "this is not a run directory: it holds no config.yaml", str(directory), "name a directory below runs/"
+        )
+    config = load(file, overrides).config
+    corpus = open_corpus(config.corpus.path)
+    loaded = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep).load(checkpoint)
+    if loaded.record["corpus"] != corpus.fingerprint:
+        raise UserError(
+            "the run was trained on another corpus: its ids would mean other words here",
+            str(config.corpus.path),
+            "give the corpus it was trained on",
+        )
+    model = build_model(config, corpus.vocab.size)
+    load_weights(model, loaded)
+    return Trained(config, corpus, model.to(pick_device(config)).eval(), loaded.step)
+
+
+def load_weights(model: Transformer, loaded: Loaded) -> None:
+    """Copy a checkpoint's weights and running statistics into `model`."""
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    with dist.together():
+        loaded.copy_into(weights, column_sharded(model, weights), prefix="model.")

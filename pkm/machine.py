@@ -1,0 +1,110 @@
+"""What this machine is and has, which processes live on it, and which code runs here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pkm
+
+if TYPE_CHECKING:
+    import torch
+
+
+@cache
+def code_version() -> dict[str, str | None]:
+    """Versions of pkm and torch, and the commit of pkm's checkout if it is one."""
+    import torch
+
+    root = Path(pkm.__file__).parent.parent
+    try:
+        git = ["git", "--no-optional-locks", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
+        top, head = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        commit = head if Path(top).samefile(root) else None
+    except (OSError, subprocess.SubprocessError, ValueError):
+        commit = None
+    return {"pkm": pkm.__version__, "commit": commit, "torch": str(torch.__version__)}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that was allocated on the GPU, or that the process held on the CPU."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def machine() -> str:
+    """Its platform and the versions that matter to a measurement."""
+    import torch
+
+    return f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def processor() -> str:
+    """The model of this machine's CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def card() -> str | None:
+    """The name of the first GPU. torch would make itself at home on it, beside the runs; so it is not asked."""
+    try:
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        import torch
+
+        return torch.cuda.get_device_name()
+    return asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout.strip() else None
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that torch sees, as CUDA_VISIBLE_DEVICES names them. Starts nothing on them."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if len(named) >= count else [str(number) for number in range(count)]
+
+
+def lives(pid: int) -> bool:
+    """Whether there is a process of that number on this machine."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of those it has waited for."""
+    return sum(
+        u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+
+
+def peak_kilobytes() -> int:
+    """The most memory this process, or one it has waited for, ever held."""
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return peak // 1024 if sys.platform == "darwin" else peak

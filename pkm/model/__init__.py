@@ -1,0 +1,1 @@
+"""The transformer, its loss, and what it costs."""

@@ -1,0 +1,293 @@
+"""Parameters, FLOPs and bytes of a config, worked out before anything is built. Imports no torch.
+
+Letters as in the paper: V vocabulary, T context, L blocks, d width, f feed-forward width; for a memory H heads, K slots,
+C sub-keys a side, k selected slots, q query size, M memories.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+
+from pkm.config.schema import Config, MemoryConfig
+
+SPECIAL_IDS = 14
+"""Ids before the first line of a vocabulary file: <s> </s> <pad> <unk> and ten more."""
+PAPER_VOCABULARY = 60_000 + SPECIAL_IDS
+"""BPE splits of the paper; what is counted with as long as there is no prepared corpus."""
+FP32 = 4
+CHUNK_LOGITS = 2**26
+"""Logits that exist at a time (pkm.model.loss, which needs torch)."""
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6, "auto": 4}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    tokens: int
+    """V x d, tied with the output layer."""
+    positions: int
+    """T x d."""
+    output_bias: int
+    """V."""
+    attention: int
+    """L x (d x 3d + 3d + d x d + d)."""
+    feed_forward: int
+    """d x f + f + f x d + d, of the blocks that have one."""
+    norms: int
+    """LayerNorms: weight and bias (2d) of the embeddings', two or three of a block, one at the end with pre-norm."""
+    query: int
+    """The memories' query networks with the normalisation on top."""
+    keys: int
+    """Product: H x 2 x C x q/2; flat: H x K x q; of every memory."""
+    values: int
+    """M x K x d."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def dense(self) -> int:
+        """Everything but the values: what `optim.dense` updates."""
+        return self.total - self.values
+
+
+def parameters(config: Config, vocab_size: int) -> Parameters:
+    """Parameters of the model that `config` describes, part by part."""
+    d, f, blocks = config.model.dim, config.ffn, config.model.layers
+    memory, memories = config.memory, len(config.memory_layers)
+    place = memory.place if memory else None
+    norms = (
+        config.model.embedding_norm + 2 * blocks + (config.model.norm == "pre") + (memories if place == "after" else 0)
+    )
+    return Parameters(
+        tokens=vocab_size * d,
+        positions=config.corpus.context * d,
+        output_bias=vocab_size,
+        attention=blocks * ((3 * d * d + 3 * d) + (d * d + d)),
+        feed_forward=_feed_forwards(config) * ((d * f + f) + (f * d + d)),
+        norms=norms * 2 * d,
+        query=memories * _query(memory, d) if memory else 0,
+        keys=memories * _keys(config, memory) if memory else 0,
+        values=memories * config.slots * d,
+    )
+
+
+def _feed_forwards(config: Config) -> int:
+    replaced = len(config.memory_layers) if config.memory and config.memory.place == "replace" else 0
+    return config.model.layers - replaced
+
+
+def _query_widths(memory: MemoryConfig, d: int) -> list[int]:
+    return [d, *memory.query.hidden, memory.query.dim]
+
+
+def _query(memory: MemoryConfig, d: int) -> int:
+    """Each head's linear maps with biases, d -> hidden -> q; then weight and bias of the normalisation over the H x q."""
+    linear = sum(a * b + b for a, b in pairwise(_query_widths(memory, d)))
+    return memory.heads * (linear + (0 if memory.query.norm == "none" else 2 * memory.query.dim))
+
+
+def _keys(config: Config, memory: MemoryConfig) -> int:
+    if memory.keys == "flat":
+        return memory.heads * config.slots * memory.query.dim
+    return memory.heads * 2 * (memory.sub_keys or 0) * (memory.query.dim // 2)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of one token. A multiply-add is two; what is no product of matrices (normalisation,
+    softmax, activations, top-k, the look-up of embeddings, the optimizer) is not counted."""
+
+    attention: int
+    """L x (8 d^2 + 2 d (T + 1)): four d x d maps; scores and weighted sum over the (T + 1) / 2 tokens that a token sees
+    on average."""
+    feed_forward: int
+    """4 d f, of the blocks that have one."""
+    output: int
+    """2 V d."""
+    query: int
+    """2 H x the products of neighbouring widths of a head's query network."""
+    search: int
+    """Scores of all keys. Product: 2 H C q; flat: 2 H K q."""
+    read: int
+    """Weighted sum of the selected values: 2 H k d."""
+    search_backward: int
+    """Gradients of scores reach only the k selected slots of a head: 4 H k q, for queries and keys together."""
+
+    @property
+    def forward(self) -> int:
+        return self.attention + self.feed_forward + self.output + self.query + self.search + self.read
+
+    @property
+    def training(self) -> int:
+        """Forward and backward. The backward of a product of matrices is two such products."""
+        return 3 * (self.forward - self.search) + self.search + self.search_backward
+
+
+def flops(config: Config, vocab_size: int) -> Flops:
+    """FLOPs per token of the model that `config` describes."""
+    d, context = config.model.dim, config.corpus.context
+    memory, memories = config.memory, len(config.memory_layers)
+    query = memory.heads * sum(a * b for a, b in pairwise(_query_widths(memory, d))) if memory else 0
+    selected = memory.heads * memory.knn if memory else 0
+    return Flops(
+        attention=config.model.layers * (8 * d * d + 2 * d * (context + 1)),
+        feed_forward=_feed_forwards(config) * 4 * d * config.ffn,
+        output=2 * vocab_size * d,
+        query=memories * 2 * query,
+        search=memories * 2 * _keys(config, memory) if memory else 0,
+        read=memories * 2 * selected * d,
+        search_backward=memories * 4 * selected * memory.query.dim if memory else 0,
+    )
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """Bytes of one rank in training."""
+
+    weights: int
+    gradients: int
+    """Dense fp32; of the values, whole for `update: dense`, else the rows that an update can touch at most."""
+    adam: int
+    activations: int
+    """An estimate of what backward keeps (see `activation_bytes`)."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.adam + self.activations
+
+
+def bytes_per_slot(config: Config) -> int:
+    """Bytes of one slot: its value and Adam's two moments."""
+    values = config.optim.values
+    return config.model.dim * (BYTES[values.dtype] + 2 * BYTES[values.state_dtype])
+
+
+def training_bytes(config: Config, vocab_size: int, ranks: int = 1) -> TrainingBytes:
+    """Bytes of one of `ranks` processes."""
+    count = parameters(config, vocab_size)
+    values = config.optim.values
+    share = ranks if config.parallel.values == "sharded" else 1
+    windows = -(-config.sequences // ranks)
+    at_once = min(config.optim.micro_batch or windows, windows)
+    touched = _touched_rows(config, windows * config.corpus.context * share) if values.update != "dense" else 0
+    row = config.model.dim * FP32 // share
+    value_gradients = count.values // share * FP32 if values.update == "dense" else touched * (row + 8)
+    return TrainingBytes(
+        weights=count.dense * FP32 + count.values // share * BYTES[values.dtype],
+        gradients=count.dense * FP32 + value_gradients,
+        adam=count.dense * 2 * FP32 + count.values // share * 2 * BYTES[values.state_dtype],
+        activations=activation_bytes(config, vocab_size, at_once * config.corpus.context),
+    )
+
+
+def _touched_rows(config: Config, tokens: int) -> int:
+    """Rows of all memories that `tokens` tokens can read at most."""
+    if config.memory is None:
+        return 0
+    return len(config.memory_layers) * min(config.slots, tokens * config.memory.heads * config.memory.knn)
+
+
+def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
+    """About what a forward pass over `tokens` tokens keeps for backward; temporary buffers come on top.
+
+    per token, with a bytes for what products of matrices take and give, 4 for what stays in fp32:
+    block         d of: input, q, k, v, heads' output, the feed-forward network's input (a); both residual sums (4)
+    feed-forward  f before the activation if that is GELU, f after it (a)
+    memory        H q as projected (a), centred and normalised (4); H k indices (8) and weights; the reference kernels also
+                  keep all scores, 2 H C (flat: H K)
+    With activation checkpointing only the blocks' inputs and what the largest block keeps while it is done again.
+
+    Dropout keeps its masks besides, and on a CPU the attention weights; neither is counted.
+
+    once: the dense weights in lower precision; the output layer's gradient; one chunk of logits and their errors.
+    """
+    a, d = BYTES[config.precision], config.model.dim
+    block = d * (6 * a + 2 * FP32)
+    feed_forward = (2 if config.model.activation == "gelu" else 1) * config.ffn * a
+    m = config.memory
+    memory = 0
+    if m is not None:
+        scores = m.heads * (config.slots if m.keys == "flat" else 2 * (m.sub_keys or 0)) * FP32
+        scores = scores if m.kernels == "reference" else 0
+        memory = m.heads * m.query.dim * (a + 2 * FP32) + scores + m.heads * m.knn * (8 + FP32)
+    if config.parallel.activation_checkpointing:
+        token = config.model.layers * d * FP32 + block + feed_forward + memory
+    else:
+        token = config.model.layers * block + _feed_forwards(config) * feed_forward + len(config.memory_layers) * memory
+    copies = parameters(config, vocab_size).dense * a if a < FP32 else 0
+    logits = min(tokens * vocab_size, CHUNK_LOGITS) * (FP32 + a)
+    return tokens * (token + d * a) + copies + vocab_size * d * FP32 + logits
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that each rank sends to others in one update. Of R ranks, a sum of n bytes takes 2 n (R - 1) / R, as a ring."""
+
+    dense: int
+    """Gradients of everything but the values, once an update: 4 bytes each, summed."""
+    batch_norm: int
+    """Mean and variance of the H q query features, summed, and their gradients back, in every micro-batch; with
+    `batch_norm: each rank` the running ones, once an update."""
+    values: int
+    """With N tokens of a rank in an update, J = H k reads of a token, a bytes of a product's result; for each memory,
+    replicated  K bytes that say which rows were read, and the gradient of those rows (at most min(K, R N J)) summed;
+                the whole table's for `update: dense`
+    sharded     N J indices and weights to each other rank, and the weights' gradients back; N d / R outputs to each other
+                rank, and their gradients back."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.batch_norm + self.values
+
+
+INDEX = 4
+"""Bytes of a slot's number as it travels; the reference kernels' are twice that."""
+
+
+def traffic(config: Config, vocab_size: int, ranks: int) -> Traffic:
+    """Of an update in which no two ranks read the same row, which is the most that replicated values can send."""
+    m, memories, d = config.memory, len(config.memory_layers), config.model.dim
+    windows = config.sequences // ranks
+    micro_batches = -(-windows // min(config.optim.micro_batch or windows, windows)) if windows else 0
+    forwards = 2 if config.parallel.activation_checkpointing else 1
+
+    def summed(size: int) -> int:
+        return 2 * size * (ranks - 1) // ranks
+
+    dense = summed(parameters(config, vocab_size).dense * FP32)
+    if m is None:
+        return Traffic(dense, 0, 0)
+    norm = 0
+    features = 2 * m.heads * m.query.dim
+    if m.query.norm == "batch" and config.parallel.batch_norm == "all ranks":
+        norm = memories * micro_batches * summed(FP32 * (forwards * (features + 1) + features))
+    elif m.query.norm == "batch":
+        norm = summed(memories * FP32 * features)
+    tokens, reads = windows * config.corpus.context, m.heads * m.knn
+    if config.parallel.values == "sharded":
+        selection = (ranks - 1) * tokens * reads * (forwards * (INDEX + FP32) + FP32)
+        outputs = (ranks - 1) * tokens * d // ranks * BYTES[config.precision] * (forwards + 1)
+        return Traffic(dense, norm, memories * (selection + outputs))
+    if config.optim.values.update == "dense":
+        return Traffic(dense, norm, memories * summed(config.slots * d * FP32))
+    rows = min(config.slots, ranks * tokens * reads)
+    return Traffic(dense, norm, memories * (summed(config.slots) + summed(rows * d * FP32)))
+
+
+def checkpoint_bytes(config: Config, vocab_size: int) -> int:
+    """Tensors of one checkpoint: weights and Adam's moments (running statistics of BatchNorm are kilobytes)."""
+    whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"values": "replicated"})})
+    needed = training_bytes(whole, vocab_size)
+    return needed.weights + needed.adam
+
+
+def vocab_size_of(corpus: Path) -> int | None:
+    """Vocabulary size of a prepared corpus; None if there is none at `corpus`."""
+    try:
+        with (corpus / "vocab").open("rb") as lines:
+            return SPECIAL_IDS + sum(1 for line in lines if line.strip())
+    except OSError:
+        return None

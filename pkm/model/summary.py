@@ -1,0 +1,111 @@
+"""What a run would be, before it starts: a table of its sizes, its work, and what its ranks would send each other."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from pkm.config.schema import Config
+from pkm.format import amount, size
+from pkm.model.cost import (
+    PAPER_VOCABULARY,
+    bytes_per_slot,
+    checkpoint_bytes,
+    flops,
+    parameters,
+    traffic,
+    training_bytes,
+    vocab_size_of,
+)
+
+Row = tuple[str, str, str]
+
+
+def summary(config: Config, vocab_size: int, ranks: int = 1) -> list[Row]:
+    """(what, how much, remark) of everything worth knowing before a run starts."""
+    count, work = parameters(config, vocab_size), flops(config, vocab_size)
+    model = config.model
+    rows: list[Row] = [
+        ("model", f"{model.layers} layers x {model.dim}", f"{model.heads} heads, {model.norm}-norm, {model.activation}"),
+        ("vocabulary", f"{vocab_size:,}", f"context {config.corpus.context}"),
+        *_memory_rows(config),
+        ("parameters", amount(count.total), f"{count.total:,}"),
+        ("  dense", amount(count.dense), f"{count.dense:,}: embeddings {amount(count.tokens + count.positions)}, "
+         f"attention {amount(count.attention)}, feed-forward {amount(count.feed_forward)}, "
+         f"queries {amount(count.query)}, keys {amount(count.keys)}"),
+        ("  values", amount(count.values), f"{count.values:,}"),
+        ("FLOPs per token", amount(work.forward), f"forward: attention {amount(work.attention)}, feed-forward "
+         f"{amount(work.feed_forward)}, output {amount(work.output)}, memory {amount(work.query + work.search + work.read)}"),
+        ("", amount(work.training), "training: forward and backward"),
+        *_size_rows(config, vocab_size, ranks),
+    ]  # fmt: skip
+    return rows
+
+
+def _memory_rows(config: Config) -> list[Row]:
+    m = config.memory
+    if m is None:
+        return [("memory", "none", "a dense model")]
+    layers = ", ".join(map(str, config.memory_layers))
+    keys = f"{m.sub_keys}^2 = {config.slots:,}" if m.keys == "product" else f"{config.slots:,}"
+    return [
+        ("memory at layers", layers, {"replace": "in place of", "beside": "beside", "after": "after"}[m.place]
+         + " the feed-forward network"),
+        ("slots of a memory", keys, f"{m.keys} keys, H = {m.heads}, k = {m.knn}, query {m.query.dim} "
+         f"({m.query.norm} norm), kernels: {m.kernels}"),
+        ("bytes per slot", f"{bytes_per_slot(config):,}", f"value {config.optim.values.dtype}, Adam's moments "
+         f"{config.optim.values.state_dtype}, update: {config.optim.values.update}"),
+    ]  # fmt: skip
+
+
+def _size_rows(config: Config, vocab_size: int, ranks: int) -> list[Row]:
+    needed = training_bytes(config, vocab_size, ranks)
+    windows = -(-config.sequences // ranks)
+    at_once = min(config.optim.micro_batch or windows, windows)
+    rank = f" of each of {ranks} ranks" if ranks > 1 else ""
+    return [
+        ("batch", f"{config.optim.batch_tokens:,} tokens", f"{config.sequences} windows, {at_once} at once a rank; "
+         f"{config.optim.steps:,} steps = {amount(config.optim.steps * config.optim.batch_tokens)} tokens"),
+        ("memory needed", size(needed.total), f"in training{rank}, about: weights {size(needed.weights)}, gradients up to "
+         f"{size(needed.gradients)}, Adam {size(needed.adam)}, activations {size(needed.activations)}"),
+        ("checkpoint", size(checkpoint_bytes(config, vocab_size)), f"on disk, {config.checkpoint.keep} kept and the best"),
+        *_traffic_rows(config, vocab_size, ranks if ranks > 1 else 8),
+    ]  # fmt: skip
+
+
+def _traffic_rows(config: Config, vocab_size: int, ranks: int) -> list[Row]:
+    rows: list[Row] = []
+    for values in ("replicated", "sharded") if config.memory else ("replicated",):
+        parallel = config.parallel.model_copy(update={"values": values})
+        sent = traffic(config.model_copy(update={"parallel": parallel}), vocab_size, ranks)
+        remark = f"dense gradients {size(sent.dense)}"
+        if config.memory:
+            most = "up to " if values == "replicated" and config.optim.values.update != "dense" else ""
+            remark += f", values {most}{size(sent.values)} {values}, BatchNorm {size(sent.batch_norm)}"
+        what = f"sent in a step by each of {ranks} ranks" if not rows else ""
+        rows.append((what, size(sent.total), remark))
+    return rows
+
+
+def table(config: Config, vocab_size: int, ranks: int = 1) -> Table:
+    """The summary for a terminal."""
+    grid = Table(box=None, show_header=False, title=config.name, title_justify="left")
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(style="dim")
+    for row in summary(config, vocab_size, ranks):
+        grid.add_row(*row)
+    return grid
+
+
+def print_plan(config: Config, ranks: int = 1) -> None:
+    """Print the summary, with the vocabulary of the prepared corpus if it is there, else with the paper's."""
+    known = vocab_size_of(config.corpus.path)
+    # A pipe has no width: 80 columns would break every remark.
+    Console(width=None if sys.stdout.isatty() else 160).print(table(config, known or PAPER_VOCABULARY, ranks))
+    if known is None:
+        print(
+            f"no corpus at {config.corpus.path} yet: counted with a vocabulary of {PAPER_VOCABULARY:,}, as in the paper"
+        )

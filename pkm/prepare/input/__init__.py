@@ -1,0 +1,1 @@
+"""Reads what people have: text, JSONL, Parquet, WARC, compressed or not."""

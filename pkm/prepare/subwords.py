@@ -1,0 +1,73 @@
+"""Codes and vocabulary of a corpus: learned from the words of its sample, or taken from files."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from pkm.errors import UserError
+from pkm.files import atomic_write, explained
+from pkm.machine import cpu_seconds, peak_kilobytes
+from pkm.prepare.settings import PrepareConfig
+
+
+def learn(
+    config: PrepareConfig,
+    counts: Sequence[Path],
+    into: Path,
+    say: Callable[[str], None],
+    stages: dict[str, dict[str, Any]],
+) -> None:
+    """Write `codes`, then `vocab`, into a directory. counts: files of `word count` lines, zst."""
+    if config.subwords.codes_file is not None and config.subwords.vocab_file is not None:
+        _take(config.subwords.codes_file, config.subwords.vocab_file, config.subwords.specials, into)
+        return
+    from pkm.text.bpe import count_pieces
+    from pkm.text.bpe import learn as learn_codes
+    from pkm.text.vocab import Vocab
+
+    began, worked = time.monotonic(), cpu_seconds()
+    words = merged(counts)
+    if not words:
+        raise UserError("there is no word to learn subwords from", "sources", "check what the corpus is read from")
+    say(f"learning {config.subwords.codes:,} merges from {len(words):,} different words")
+    codes = learn_codes(words, config.subwords.codes)
+    atomic_write(into / "codes", codes.to_bytes())
+    vocab = Vocab.from_counts(count_pieces(codes, words), config.subwords.min_count, config.subwords.specials)
+    atomic_write(into / "vocab", vocab.to_bytes())
+    stages["learning subwords"] = {
+        "tasks": 1,
+        "words": sum(words.values()),
+        "seconds": time.monotonic() - began,
+        "cpu_seconds": cpu_seconds() - worked,
+        "peak_kilobytes": peak_kilobytes(),
+    }
+    say(f"{len(codes):,} merges, a vocabulary of {vocab.size:,}")
+
+
+def merged(paths: Sequence[Path]) -> Counter[str]:
+    """Word counts of several files together."""
+    total: Counter[str] = Counter()
+    for path in paths:
+        with explained(path):
+            content = zstandard.ZstdDecompressor().decompress(path.read_bytes())
+        for line in content.decode("utf-8").split("\n")[:-1]:
+            word, _, number = line.rpartition(" ")
+            total[word] += int(number)
+    return total
+
+
+def _take(codes_file: Path, vocab_file: Path, specials: tuple[str, ...], into: Path) -> None:
+    """Copy given codes and vocabulary, if they load."""
+    from pkm.text.bpe import Codes
+    from pkm.text.vocab import Vocab
+
+    Codes.load(codes_file)
+    Vocab.load(vocab_file, specials)
+    atomic_write(into / "codes", codes_file.read_bytes())
+    atomic_write(into / "vocab", vocab_file.read_bytes())

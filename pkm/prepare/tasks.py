@@ -1,0 +1,319 @@
+"""The four kinds of work that run in parallel: unpack, read, count, encode. Each is a function of (work directory, rank).
+
+work/config.json         the settings
+work/unpack.json         large compressed files, and how large their chunks should be
+work/unpack/             chunks of large compressed files, one task a file
+work/units.jsonl         what each read task reads
+work/read/00007.docs     kept articles of unit 7, .npy their hashes and sizes, .json what was dropped and why
+work/decide/00007.npy    what becomes of them (assign.Assignment)
+work/groups.json         consecutive units that make one shard
+work/count/00003.words   words of group 3's share of the sample
+work/learn/              codes, vocab
+work/encode/00003.npz    held-out articles of group 3, .json its shard
+work/corpus/             the corpus, until it is published
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import zstandard
+
+from pkm.corpus.store import ShardWriter, id_type
+from pkm.errors import UserError
+from pkm.files import atomic_write, explained, sha256
+from pkm.prepare.assign import Fate
+from pkm.prepare.filters import Filter
+from pkm.prepare.input import extract
+from pkm.prepare.input.readers import read_piece
+from pkm.prepare.input.records import Found, Skipped, too_large
+from pkm.prepare.input.sources import Input, Piece
+from pkm.prepare.input.streams import Damaged, line_runs, open_unpacked
+from pkm.prepare.settings import PrepareConfig, Tokenizer
+from pkm.prepare.spool import SpoolWriter, spooled, spooled_index
+from pkm.prepare.stage import Tick
+
+if TYPE_CHECKING:
+    from pkm.text.encode import Encoder
+
+NAMED = 20
+"""Damaged records that a task names; the others are counted."""
+
+
+def load_config(work: Path) -> PrepareConfig:
+    return PrepareConfig.model_validate_json((work / "config.json").read_bytes())
+
+
+def save_units(work: Path, units: Iterable[list[Piece]]) -> None:
+    lines = (json.dumps([asdict(piece) for piece in unit], ensure_ascii=False) for unit in units)
+    atomic_write(work / "units.jsonl", "".join(f"{line}\n" for line in lines))
+
+
+def load_units(work: Path) -> Iterator[list[Piece]]:
+    """What each read task reads, one after the other."""
+    with open(work / "units.jsonl", encoding="utf-8") as file:
+        yield from map(_unit, file)
+
+
+def _unit(line: str) -> list[Piece]:
+    return [Piece(Input(**piece.pop("file")), **piece) for piece in json.loads(line)]
+
+
+class Tally:
+    """What a task met and what it skipped."""
+
+    def __init__(self) -> None:
+        self.records = self.words = self.lost_bytes = 0
+        self.dropped: Counter[str] = Counter()
+        self.named: list[list[str]] = []
+
+    def skip(self, found: Skipped) -> None:
+        self.dropped[found.kind] += 1
+        self.lost_bytes += found.lost
+        if found.kind != "not_an_article" and len(self.named) < NAMED:
+            self.named.append([found.kind, found.where, found.why])
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "records": self.records,
+            "words": self.words,
+            "lost_bytes": self.lost_bytes,
+            "dropped": dict(self.dropped),
+            "named": self.named,
+        }
+
+
+def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
+    """Hand out the text of a large compressed file: chunks that end where a record ends, compressed lightly."""
+    config = load_config(work)
+    plan = json.loads((work / "unpack.json").read_bytes())
+    file, target = Input(**plan["files"][rank]), plan["target"]
+    limit = int(config.limits.document_megabytes * 2**20)
+    tally = Tally()
+    chunks: list[dict[str, Any]] = []
+    raw, stream = open_unpacked(file.url)
+    block_bytes = max(1 << 10, min(1 << 20, target // 4))
+    with raw:
+        chunk = _Chunk(work, rank, 0, 0)
+        try:
+            for offset, run in line_runs(stream, limit, block_bytes):
+                if run is None:
+                    tally.records += 1
+                    tally.skip(too_large(f"{file.url}, byte {offset}", limit))
+                    # A document that the line stood in the middle of ends here.
+                    run = b"\n"
+                cut = _cut(run, file) if chunk.size + len(run) >= target else 0
+                if cut:
+                    chunk.write(run[:cut])
+                    chunks.append(chunk.close())
+                    chunk = _Chunk(work, rank, len(chunks), offset + cut)
+                chunk.write(run[cut:])
+                tick(raw.tell() / max(file.size, 1), 0)
+        except Damaged as error:
+            tally.records += 1
+            where = f"{file.url}, byte {chunk.offset + chunk.size}"
+            tally.skip(Skipped("damaged", where, str(error), max(0, file.size - stream.tell())))
+        chunks.append(chunk.close())
+    return {**tally.report(), "chunks": chunks}
+
+
+def _cut(run: bytes, file: Input) -> int:
+    """How many bytes of some whole lines may end a chunk: those up to the last end of a record; 0 if none ends there."""
+    if file.format == "text" and file.documents == "blank":
+        return run.rfind(b"\n\n") + 2 if b"\n\n" in run else 0
+    return len(run)
+
+
+class _Chunk:
+    """A part of a file's text, written beside the others."""
+
+    def __init__(self, work: Path, rank: int, number: int, offset: int):
+        self.path = work / "unpack" / f"{rank:05d}-{number:05d}.zst"
+        self.offset, self.size = offset, 0
+        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        with explained(self.path):
+            self._file = open(self._temporary, "wb")  # noqa: SIM115
+        self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._file, closefd=False)
+
+    def write(self, lines: bytes) -> None:
+        with explained(self.path):
+            self._stream.write(lines)
+        self.size += len(lines)
+
+    def close(self) -> dict[str, Any]:
+        with explained(self.path):
+            self._stream.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._temporary, self.path)
+        return {"path": str(self.path), "offset": self.offset, "size": self.size}
+
+
+def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
+    """Read a unit's pieces, filter its articles, and spool those that stay."""
+    config = load_config(work)
+    with open(work / "units.jsonl", encoding="utf-8") as lines_of_units:
+        pieces = _unit(next(islice(lines_of_units, rank, None)))
+    limit = int(config.limits.document_megabytes * 2**20)
+    judge = Filter(config.filters)
+    tally = Tally()
+    spool = SpoolWriter(work / "read" / f"{rank:05d}")
+    total, done = max(1, sum(piece.text_bytes for piece in pieces)), 0
+    for piece in pieces:
+        seen = 0
+        for found in _found(piece, limit):
+            tally.records += not (isinstance(found, Skipped) and found.kind == "not_an_article")
+            if isinstance(found, Skipped):
+                tally.skip(found)
+                continue
+            words = len(found.split())
+            reason = judge.reason_to_drop(found, words)
+            if reason is None:
+                try:
+                    spool.add(found.encode("utf-8"))
+                except UnicodeEncodeError:
+                    tally.skip(Skipped("damaged", piece.file.url, "half a surrogate pair, which no text can hold"))
+                    continue
+            if reason is not None:
+                tally.dropped[reason] += 1
+            else:
+                tally.words += words
+            seen += len(found)
+            tick((done + min(seen, piece.text_bytes)) / total, tally.words)
+        done += piece.text_bytes
+    spool.close()
+    extract.close()
+    return {**tally.report(), "documents": spool.documents, "bytes": spool.bytes}
+
+
+def _found(piece: Piece, limit: int) -> Iterator[Found]:
+    """What a piece holds. An error of the file system or the network ends the preparation, not just the file."""
+    try:
+        yield from read_piece(piece, limit)
+    except OSError as error:
+        fix = "run the same command again when it can be read: it goes on where it was"
+        raise UserError(f"reading failed: {error}", piece.file.url, fix) from error
+
+
+def load_groups(work: Path) -> list[tuple[int, int, int]]:
+    """(first unit, last unit + 1, bytes for training) of every shard."""
+    return json.loads((work / "groups.json").read_bytes())
+
+
+def _group(work: Path, rank: int, fates: tuple[Fate, ...]) -> Iterator[tuple[str, int, np.void]]:
+    """(text, fate, index entry) of the articles of a group's units that have one of `fates`, in input order."""
+    first, last, _ = load_groups(work)[rank]
+    for unit in range(first, last):
+        decided = np.load(work / "decide" / f"{unit:05d}.npy")
+        wanted = np.isin(decided, fates)
+        if wanted.any():
+            stem = work / "read" / f"{unit:05d}"
+            index = spooled_index(stem)
+            for number, text in spooled(stem, wanted):
+                yield text, int(decided[number]), index[number]
+
+
+def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
+    """Count the words of a group's share of the sample."""
+    from pkm.text.chunks import NEWLINE, document_keys, key_tokens
+    from pkm.text.normalize import normalize_xlm
+    from pkm.text.other_tokenizers import sacremoses_tokens
+
+    tokenizer = load_config(work).tokenizer
+    peer = sacremoses_tokens(tokenizer.escape) if tokenizer.backend == "sacremoses" else None
+    # Whatever can be tokenized apart from the rest is counted first and tokenized once.
+    keys: Counter[str] = Counter()
+    words = done = 0
+    total = max(1, load_groups(work)[rank][2])
+    for text, _, entry in _group(work, rank, (Fate.SAMPLE,)):
+        text = normalize_xlm(text) if tokenizer.normalize else text
+        found = text.split(NEWLINE) if peer else document_keys(text)
+        keys.update(found)
+        words += len(found)
+        done += int(entry["bytes"])
+        tick(done / total, words)
+    del keys[NEWLINE]
+    counts: Counter[str] = Counter()
+    for key, times in keys.items():
+        for word in (peer(key) if peer else key_tokens(key, tokenizer.escape)).split(" "):
+            counts[word] += times
+    del counts[""]
+    path = work / "count" / f"{rank:05d}.words"
+    content = "".join(f"{word} {number}\n" for word, number in sorted(counts.items())).encode()
+    atomic_write(path, zstandard.ZstdCompressor(level=3).compress(content))
+    return {"words": sum(counts.values())}
+
+
+def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
+    """Encode a group: its training articles are one shard; its held-out ones are kept aside with their hashes."""
+    learned = work / "learn"
+    config = load_config(work)
+    content = sha256(learned / "codes") + sha256(learned / "vocab")
+    encoder = _encoder(learned, content, config.subwords.specials, config.tokenizer)
+    vocab = encoder.vocab
+    writer = ShardWriter(work / "corpus", f"train-{rank:05d}", vocab.size)
+    held: list[tuple[np.void, int, int, int, array]] = []
+    total, done = load_groups(work)[rank][2], 0
+    try:
+        for text, fate, entry in _group(work, rank, (Fate.TRAIN, Fate.SAMPLE, Fate.VALID, Fate.TEST)):
+            size = int(entry["bytes"])
+            if fate in (Fate.VALID, Fate.TEST):
+                ids = array(writer.ids.typecode)
+                held.append((entry, fate, encoder.encode(text, ids), size, ids))
+            else:
+                writer.end_document(encoder.encode(text, writer.ids), size)
+                done += size
+            tick(done / max(total, 1), writer.words)
+        _save_held(work / "encode" / f"{rank:05d}.npz", held, vocab.size)
+        shard = writer.close()
+    except BaseException:
+        writer.discard()
+        raise
+    return {"shard": asdict(shard), "words": shard.words + sum(h[2] for h in held), "documents": shard.documents}
+
+
+@lru_cache(maxsize=1)
+def _encoder(learned: Path, content: str, specials: tuple[str, ...], tokenizer: Tokenizer) -> Encoder:
+    """The encoder; a worker keeps it, and what it remembers, from one task to the next. content: tells codes apart."""
+    from pkm.text.bpe import Codes
+    from pkm.text.encode import Encoder
+    from pkm.text.vocab import Vocab
+
+    codes, vocab = Codes.load(learned / "codes"), Vocab.load(learned / "vocab", specials)
+    return Encoder(codes, vocab, **tokenizer.model_dump())
+
+
+HELD = np.dtype(
+    [("high", "<u8"), ("low", "<u8"), ("fate", "u1"), ("words", "<i8"), ("bytes", "<i8"), ("tokens", "<i8")]
+)
+
+
+def _save_held(path: Path, held: list[tuple[np.void, int, int, int, array]], vocab_size: int) -> None:
+    rows = [(entry["high"], entry["low"], fate, words, size, len(ids)) for entry, fate, words, size, ids in held]
+    ids = np.concatenate([np.frombuffer(h[4], h[4].typecode) for h in held if len(h[4])] or [np.empty(0)])
+    with explained(path), open(path, "wb") as file:
+        np.savez(file, about=np.array(rows, HELD), ids=ids.astype(id_type(vocab_size)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load_held(work: Path, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """(about, ids) of all held-out articles: HELD entries, and their ids one after the other."""
+    about, ids = [np.empty(0, HELD)], [np.empty(0, np.uint16)]
+    for rank in range(groups):
+        path = work / "encode" / f"{rank:05d}.npz"
+        with explained(path), np.load(path) as held:
+            about.append(held["about"])
+            ids.append(held["ids"])
+    return np.concatenate(about), np.concatenate(ids)

@@ -1,0 +1,72 @@
+"""Which settings may differ when a run is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pkm.config.load import flatten, load
+from pkm.config.schema import Config
+from pkm.errors import UserError
+
+
+def refuse_changes(path: Path, config: Config) -> list[str]:
+    """The settings of `config` that differ from those of the file, as "key: old -> new", if all of them may.
+
+    UserError with every key that may not.
+    """
+    old, new = (
+        flatten(load(path, (), Config).config.model_dump(mode="json")),
+        flatten(config.model_dump(mode="json")),
+    )
+    changed, refused = [], []
+    for key in {**old, **new}:
+        before, now = old.get(key), new.get(key)
+        if before != now:
+            line, why = f"{key}: {_shown(before)} -> {_shown(now)}", _why_not(key, before, now, config)
+            changed.append(line)
+            if why is not None:
+                refused.append(line + why)
+    if refused:
+        raise UserError(
+            "this run began with other settings\n    " + "\n    ".join(refused),
+            where=str(path),
+            fix="give the old values again, or start another run with name=...",
+        )
+    return changed
+
+
+def _why_not(key: str, before: Any, now: Any, config: Config) -> str | None:
+    """Why a setting may not change ("" if there is nothing to explain), or None if it may."""
+    if any(key == free or key.startswith(free + ".") for free in MAY_CHANGE):
+        return None
+    if key != "optim.steps":
+        return ""
+    if now < before:
+        return " (may only grow)"
+    groups = ["dense", "embeddings", *(["addressing", "values"] if config.memory else [])]
+    schedules = [config.optim.group(name).schedule for name in groups]
+    closed = [schedule for schedule in schedules if schedule not in OPEN_ENDED]
+    return f" (learning rates of a {closed[0]} schedule depend on it)" if closed else None
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)
+
+
+# What may change when a run is resumed: nothing here alters the numbers of a step.
+MAY_CHANGE = (
+    "name",
+    "runs",
+    "corpus.path",
+    "device",
+    "threads",
+    "max_minutes",
+    "profile",
+    "parallel.values",
+    "checkpoint",
+    "evaluate",
+    "log",
+)
+# Schedules whose learning rate at a step does not depend on how many steps follow: such a run may be made longer.
+OPEN_ENDED = ("inverse_sqrt", "constant")

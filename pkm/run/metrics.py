@@ -1,0 +1,186 @@
+"""What a run measured: one JSON line an event in `metrics.jsonl`; TensorBoard's files are made from the same records.
+
+A record: {"kind": "train" | "valid" | "test" | "event", "step": int, "time": seconds since 1970, ...values}. Values are
+numbers, texts, or dicts and lists of them; a number that is not finite is written as null. Steps ascend.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from pkm import files
+from pkm.distributed import dist
+from pkm.errors import UserError
+
+Kind = Literal["train", "valid", "test", "event"]
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """The records of the run in `directory`.
+
+    tensorboard    also write event files below `directory`/tensorboard; UserError if it is not installed
+    """
+
+    def __init__(self, directory: Path, tensorboard: bool):
+        if tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise UserError(
+                "tensorboard is not installed",
+                where="log.tensorboard",
+                fix="pip install tensorboard, or set it to false",
+            )
+        self.path = directory / FILE
+        self.last_step = 0
+        self._file: IO[bytes] | None = None
+        self._curves = Curves(directory / "tensorboard") if tensorboard else None
+
+    def write(self, step: int, kind: Kind, **values: Any) -> None:
+        """Append a record and hand it to the system at once; only rank 0 does. UserError if the disk is full."""
+        self.last_step = step
+        if not dist.is_main():
+            return
+        record = _plain({"kind": kind, "step": step, "time": time.time(), **values})
+        with files.explained(self.path):
+            if self._file is None:
+                self._file = self.path.open("ab")
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
+            if self._curves is not None:
+                self._curves.add(record)
+
+    def sync(self) -> None:
+        """Make what was written durable, so that a checkpoint never knows of a step whose records are lost."""
+        if self._file is not None:
+            with files.explained(self.path):
+                os.fsync(self._file.fileno())
+
+    def cut(self, step: int) -> None:
+        """Drop every record of a later step, and lines that are no records, and draw the curves anew from the rest.
+
+        For a run that goes on from the checkpoint of `step`: what comes after it will be written again. That includes
+        the test record of the same step, which is measured on the last checkpoint.
+        """
+        if not dist.is_main():
+            return
+        self.close()
+        with files.explained(self.path):
+            kept = [r for r in read(self.path) if r["step"] < step + (r["kind"] != "test")]
+            text = "".join(json.dumps(record) + "\n" for record in kept).encode()
+            if self.path.exists() and self.path.read_bytes() != text:
+                files.atomic_write(self.path, text)
+            if self._curves is not None:
+                self._curves.redraw(kept)
+
+    def close(self) -> None:
+        """Finish the files; a later `write` opens them again."""
+        for file in (self._file, self._curves):
+            if file is not None:
+                file.close()
+        self._file = None
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file, in order; none if it does not exist. Lines that are no records are left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        yield from records(file)
+
+
+def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Those that are whole: a line that was cut off, or holds none, is left out."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if (
+            line.endswith(b"\n")
+            and isinstance(record, dict)
+            and isinstance(record.get("step"), int)
+            and "kind" in record
+        ):
+            yield record
+
+
+class Curves:
+    """TensorBoard event files of one run, written without threads and flushed at every record."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._file: IO[bytes] | None = None
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Append the numbers of a record; a nested value's tag is its path: train/memory/6/usage."""
+        self._write([record])
+
+    def redraw(self, records: list[dict[str, Any]]) -> None:
+        """Replace what there is by the curves of `records`. A TensorBoard that is watching forgets what it had read."""
+        self.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if records:
+            self._write(records)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        # Imported late: it takes a second, and a run without TensorBoard needs none of it.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        if self._file is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{time.time_ns() // 1000:017d}.{socket.gethostname()}"
+            self._file = (self.directory / name).open("xb")
+            start = SessionLog(status=SessionLog.START)
+            events = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+            events += [Event(wall_time=time.time(), step=records[0]["step"], session_log=start)]
+        else:
+            events = []
+        for record in records:
+            tag = str(record["kind"])
+            numbers = [Summary.Value(tag=tag, simple_value=x) for tag, x in _numbers(tag, record)]
+            if numbers:
+                events.append(Event(wall_time=record["time"], step=record["step"], summary=Summary(value=numbers)))
+        writer = RecordWriter(self._file)
+        for event in events:
+            writer.write(event.SerializeToString())
+        self._file.flush()
+
+
+def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key not in ("kind", "step", "time"):
+                yield from _numbers(f"{tag}/{key}", inner)
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _numbers(f"{tag}/{i}", inner)
+    elif isinstance(value, int | float):
+        yield tag, float(value)
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types: tensors and NumPy scalars to numbers, NaN and infinities to null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,217 @@
+"""A run's directory: whose it is now, with which settings it began, where it stands, and what it said.
+
+runs/NAME/config.yaml      the settings it began with, complete
+          status.json      running | stopped | finished | failed, at which step, why
+          lock             who is at work on it
+          log.txt          what the terminal showed
+          metrics.jsonl, tensorboard/, checkpoints/
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from pkm import files
+from pkm.checkpoint.checkpoints import Checkpoints
+from pkm.config.schema import Config
+from pkm.distributed import dist
+from pkm.distributed.watchdog import Peers
+from pkm.errors import EXIT_USER_ERROR, ToldElsewhere, UserError
+from pkm.run.changes import refuse_changes
+from pkm.run.lock import Lock
+from pkm.run.metrics import Metrics
+from pkm.run.status import State, read_report, read_status, write_status
+from pkm.run.stop import STOP_FILE, Stopped
+
+
+class Run:
+    """An open run; close it by leaving its `with` block. All ranks open it, rank 0 writes."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.directory = config.directory
+        self.console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        self.metrics = Metrics(self.directory, config.log.tensorboard)
+        save = config.checkpoint
+        self.checkpoints = Checkpoints(
+            self.directory / "checkpoints", save.keep, self._warn, self.metrics.sync, save.in_background
+        )
+        self._lock = Lock(self.directory / "lock", self._taken_over)
+        self._owner = True
+        self._peers = Peers(self._end_with)
+        self._found: dict[str, Any] = {}
+        self._reported = False
+
+    @classmethod
+    def open(cls, config: Config, resolved_yaml: str) -> Run:
+        """Make or take up the directory of a run, and lock it.
+
+        resolved_yaml    the config, complete, as it is written into a new run
+
+        UserError if the directory cannot be written, a living process is at work on it, or it began with settings that
+        may not change (the keys are named with both values).
+        """
+        run = cls(config)
+        with dist.together():
+            if dist.is_main():
+                with files.explained(run.directory):
+                    run.directory.mkdir(parents=True, exist_ok=True)
+                run._lock.acquire(run.say)
+                try:
+                    run._take_up(resolved_yaml)
+                except BaseException:
+                    run._lock.release()
+                    raise
+        there = (read_status(run.directory), read_report(run.directory) is not None)
+        run._found, run._reported = dist.broadcast_object(there)
+        if unwatched := run._peers.watch():
+            ranks = ", ".join(map(str, unwatched))
+            run._warn(f"no connection between rank 0 and these ranks: {ranks}. The others may not notice if one dies")
+        return run
+
+    def _take_up(self, resolved_yaml: str) -> None:
+        for leftover in self.directory.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        path = self.directory / "config.yaml"
+        if path.exists():
+            changed = refuse_changes(path, self.config)
+            if not changed:
+                return
+            self.say("settings changed since this run began: " + ", ".join(changed))
+        elif self.checkpoints.steps():
+            raise UserError(
+                "there are checkpoints but no settings, so nobody can tell whether they fit",
+                where=str(path),
+                fix="bring config.yaml back, or give this run another name",
+            )
+        files.atomic_write(path, resolved_yaml)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._peers.ending()
+        lost = dist.loss_of_rank(error)
+        if error is not None and not isinstance(error, SystemExit | ToldElsewhere):
+            # The disk may be full: that must not hide the error itself.
+            with suppress(OSError, UserError):
+                self._fail(error, lost)
+        if isinstance(error, UserError):
+            with suppress(UserError, RuntimeError):
+                self.checkpoints.wait()
+        with suppress(OSError):
+            self.metrics.close()
+        self._lock.release()
+        self._peers.leave(goodbye=error is None)
+        if lost:
+            raise self._ends_with(lost) from error
+
+    def _ends_with(self, lost: str) -> UserError:
+        return UserError(
+            f"another rank has ended, and this one ends with it: {read_status(self.directory).get('reason', lost)}",
+            where=str(self.directory),
+            fix="see what that rank said, here or in log.txt; the same command goes on from the newest checkpoint",
+        )
+
+    def _end_with(self, lost: str) -> NoReturn:
+        """As if the main thread had noticed it, which waits where nothing reaches it."""
+        with suppress(OSError, UserError):
+            self._fail(RuntimeError(lost), lost)
+        with suppress(OSError):
+            self._lock.release()
+        print(f"error: {self._ends_with(lost)}", file=sys.stderr, flush=True)
+        os._exit(EXIT_USER_ERROR)
+
+    def _taken_over(self, by: str) -> None:
+        """Two jobs that started together, where the file system did not keep them apart; or this one was long asleep."""
+        self._owner = False
+        self._warn(f"another process took this run over: {by}. This one stops, and leaves status.json to the other")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _fail(self, error: BaseException, lost: str | None) -> None:
+        """Any rank may have to say why the run failed: the others hear of it only by its silence."""
+        if not self._owner:
+            return
+        said = read_status(self.directory)
+        over = said.get("state") == "stopped" or (lost and said.get("state") == "failed")
+        if said.get("state") == "finished" or (over and said != self._found):
+            return
+        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+        if not isinstance(error, UserError | KeyboardInterrupt):
+            reason = f"{type(error).__name__}: {reason}"
+        if dist.world_size() > 1:
+            reason = f"rank {dist.rank()} " + (f"lost another rank: {lost}" if lost else f"failed: {reason}")
+        write_status(self.directory, "failed", max(said.get("step", 0), self.metrics.last_step), reason)
+        self._log(f"failed: {reason}")
+
+    def status(self, state: State, step: int, reason: str | None = None) -> None:
+        """Write status.json; rank 0 does. "stopped" says that a checkpoint is written, so the file STOP was obeyed and goes."""
+        if dist.is_main() and self._owner:
+            write_status(self.directory, state, step, reason)
+            if state == "stopped":
+                (self.directory / STOP_FILE).unlink(missing_ok=True)
+
+    @contextmanager
+    def stops_in_report(self, step: int) -> Iterator[None]:
+        """After the last step: whoever interrupts the report leaves a run that the same command finishes."""
+        reason = None
+        try:
+            yield
+        except Stopped as stopped:
+            reason = str(stopped)
+        except KeyboardInterrupt:
+            self.status("stopped", step, "interrupted")
+            raise
+        if reason is not None:
+            self.status("stopped", step, reason)
+            self.say(f"stopped before the report was written ({reason}); the same command writes it")
+
+    def is_finished(self, reports: bool = True) -> bool:
+        """Whether all steps that the config asks for had been done when it was opened, and the report written.
+
+        reports    False where there is nothing to report on: the corpus has no test split
+        """
+        done = self._found.get("state") == "finished" and self._found.get("step", 0) >= self.config.optim.steps
+        return done and (self._reported or not reports)
+
+    def show_report(self) -> None:
+        """Of a finished run, which has none where its corpus has no test split."""
+        path = self.directory / "report.md"
+        with files.explained(path):
+            text = path.read_text(encoding="utf-8") if path.exists() else None
+        self.say(f"{self.directory} is finished" + (f"; its report is {path}" if text else ""))
+        if text:
+            self._show(text)
+
+    def say(self, line: str) -> None:
+        """Show a line and append it to log.txt; only rank 0 does."""
+        if dist.is_main():
+            self._show(line)
+            self._log(line)
+
+    def _show(self, text: str) -> None:
+        if not dist.is_main():
+            return
+        if self.console.is_terminal:
+            self.console.print(text)
+        else:
+            print(text, flush=True)
+
+    def _log(self, line: str) -> None:
+        # A full disk is reported by what must be written; the log need not be.
+        with suppress(OSError), (self.directory / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
+
+    def _warn(self, line: str) -> None:
+        self.say(f"warning: {line}")

@@ -1,0 +1,54 @@
+"""What stands in a run's directory about it: status.json and report.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from pkm import files
+from pkm.errors import UserError
+from pkm.machine import lives
+
+State = Literal["running", "stopped", "finished", "failed"]
+
+
+def read_status(directory: Path) -> dict[str, Any]:
+    """What status.json says; empty if there is none that can be read."""
+    return files.read_json(directory / "status.json") or {}
+
+
+def is_interrupted(status: dict[str, Any]) -> bool:
+    """Whether a status says "running" of a process that is gone. Of one on another machine nobody can tell."""
+    here = status.get("host") == socket.gethostname()
+    return status.get("state") == "running" and here and not lives(status.get("pid", 0))
+
+
+def write_status(directory: Path, state: State, step: int, reason: str | None) -> None:
+    status = {
+        "state": state,
+        "step": step,
+        "reason": reason,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    files.atomic_write(directory / "status.json", json.dumps(status, indent=1) + "\n")
+
+
+def mark_failed(directory: Path, reason: str) -> None:
+    """Write into status.json why a run failed whose process could not: it was killed, or refused before it began."""
+    status = read_status(directory)
+    if status.get("state") != "finished" and (status.get("state"), status.get("reason")) != ("failed", reason):
+        with suppress(OSError, UserError):
+            write_status(directory, "failed", status.get("step", 0), reason)
+
+
+def read_report(directory: Path) -> dict[str, Any] | None:
+    """What report.json says; None if there is none that can be read."""
+    report = files.read_json(directory / "report.json")
+    return report if report and "evaluation" in report else None

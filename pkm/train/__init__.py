@@ -1,0 +1,1 @@
+"""The loop: batch -> loss -> update, and what it needs."""

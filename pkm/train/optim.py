@@ -1,0 +1,290 @@
+"""Two optimizers of one run: Adam for everything dense, and the values' own (paper 4.3).
+
+What is dense is parted into groups with rates of their own: embeddings, addressing (query networks and keys), and the rest.
+Learning rates are functions of the step, never of a counter, so that a resumed run needs none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pkm.config.schema import DenseOptim, OptimConfig, ValuesOptim
+from pkm.distributed import dist
+from pkm.errors import UserError
+from pkm.memory.adam import ValuesAdam
+from pkm.memory.sharding import sum_gradient
+from pkm.model.transformer import Transformer
+from pkm.updatesize import UpdateSizes
+
+
+def learning_rate(settings: DenseOptim | ValuesOptim, step: int, steps: int) -> float:
+    """The learning rate of update `step` (from 1) of `steps`.
+
+    A linear warm-up to the peak at `warmup_steps`, then
+    inverse_sqrt  peak * sqrt(warmup / step)      (Vaswani et al., 2017; paper 4.3)
+    cosine        peak to zero at `steps`, half a period
+    linear        peak to zero at `steps`
+    constant      peak
+    """
+    warmup, peak = settings.warmup_steps, float(settings.lr)
+    if step < warmup:
+        return peak * step / warmup
+    if settings.schedule == "inverse_sqrt":
+        return peak * math.sqrt(max(warmup, 1) / step)
+    remaining = max(steps - step, 0) / max(steps - warmup, 1)
+    if settings.schedule == "linear":
+        return peak * remaining
+    if settings.schedule == "cosine":
+        return peak * 0.5 * (1 - math.cos(math.pi * remaining))
+    return peak
+
+
+class DenseAdam:
+    """AdamW over named parameters in groups, each with its own learning rate and weight decay, the latter on matrices only.
+
+    Gradients are left in `.grad` by backward. `state_tensors` names the moments after their parameters, so that a
+    checkpoint can be read without the order or the groups in which the parameters were registered, and by either
+    implementation.
+    """
+
+    def __init__(self, groups: dict[str, dict[str, nn.Parameter]], settings: dict[str, DenseOptim | ValuesOptim]):
+        """groups, settings    by the group's name; betas and epsilon are those of the first"""
+        self.groups = {name: list(parameters.values()) for name, parameters in groups.items()}
+        self.parameters = {name: p for parameters in groups.values() for name, p in parameters.items()}
+        parts = []
+        for name, parameters in self.groups.items():
+            decay = getattr(settings[name], "weight_decay", 0.0)
+            parts += [
+                {"name": name, "params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
+                {"name": name, "params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            ]
+        self.adam = _adam([part for part in parts if part["params"]], next(iter(settings.values())))
+        # Adam makes its moments at the first step; made now, a checkpoint of step 0 has the same tensors as any other.
+        for p in self.parameters.values():
+            self.adam.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        self.updates = torch.zeros((), dtype=torch.int64)
+        self.take_up()
+
+    def take_up(self) -> None:
+        """Go on from what was copied into `state_tensors`.
+
+        Adam's bias correction needs the number of updates: torch keeps it for each tensor, apex for each group.
+        """
+        for group in self.adam.param_groups:
+            group["step"] = int(self.updates)
+        if isinstance(self.adam, torch.optim.AdamW):
+            for p in self.parameters.values():
+                self.adam.state[p]["step"] = torch.tensor(float(self.updates), device=p.device)
+
+    def gradient_norm(self, parameters: list[nn.Parameter] | None = None) -> Tensor:
+        """Euclidean norm over the gradients of some parameters, or of all; fp32 scalar."""
+        grads = _gradients(self.parameters.values() if parameters is None else parameters)
+        return torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+
+    def scale_gradients(self, factor: float | Tensor, parameters: list[nn.Parameter] | None = None) -> None:
+        """Of some parameters, or of all."""
+        grads = _gradients(self.parameters.values() if parameters is None else parameters)
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def step(self, lr: dict[str, float]) -> None:
+        """Update; lr by the group's name."""
+        for group in self.adam.param_groups:
+            group["lr"] = lr[group["name"]]
+        self.adam.step()
+        self.updates += 1
+
+    def clear(self) -> None:
+        for p in self.parameters.values():
+            p.grad = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """`updates` () int64 on the CPU, and the moments; the tensors themselves, not copies."""
+        moments = {
+            f"{name}.{key}": self.adam.state[p][key]
+            for name, p in self.parameters.items()
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        return {"updates": self.updates, **moments}
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _adam(groups: list[dict[str, Any]], settings: DenseOptim | ValuesOptim) -> torch.optim.Optimizer:
+    """torch's fused AdamW, or apex's where it is asked for; UserError if NVIDIA's apex is not there."""
+    if isinstance(settings, DenseOptim) and settings.fused == "apex":
+        try:
+            from apex.optimizers import FusedAdam  # PyPI's package `apex` is another and has no such module
+
+            return FusedAdam(groups, lr=0.0, betas=settings.betas, eps=settings.eps, adam_w_mode=True)
+        except (ImportError, RuntimeError) as error:
+            raise UserError(
+                f"NVIDIA's apex with its CUDA extensions cannot be used: {error}",
+                "optim.dense.fused",
+                "choose torch, or build apex from its source (python scripts/doctor.py says what is installed)",
+            ) from None
+    # Some versions of torch's fused kernels leave out elements beyond 2^31.
+    fused = all(p.numel() < 2**31 for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused)
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16: halved on overflow, doubled after `GROWTH_STEPS` clean steps; 1 and fixed otherwise."""
+
+    GROWTH_STEPS = 2000
+    INITIAL = 2.0**16
+
+    def __init__(self, active: bool):
+        self.active = active
+        self.value = self.INITIAL if active else 1.0
+        self.clean_steps = 0
+
+    def update(self, overflowed: bool) -> None:
+        if not self.active:
+            return
+        if overflowed:
+            self.value, self.clean_steps = max(self.value / 2, 1.0), 0
+        else:
+            self.clean_steps += 1
+            if self.clean_steps == self.GROWTH_STEPS:
+                self.value, self.clean_steps = self.value * 2, 0
+
+    def record(self) -> dict[str, float]:
+        return {"value": self.value, "clean_steps": self.clean_steps}
+
+    def load(self, record: dict[str, float]) -> None:
+        self.value, self.clean_steps = record["value"], int(record["clean_steps"])
+
+
+EMBEDDINGS = ("tokens.", "positions.")
+ADDRESSING = (".memory.query.", ".memory.keys.")
+
+
+def group_of(name: str) -> str:
+    """The group of a parameter that is not a memory's values, by its name in the model."""
+    if name.startswith(EMBEDDINGS):
+        return "embeddings"
+    return "addressing" if any(part in name for part in ADDRESSING) else "dense"
+
+
+class Optimizers:
+    """Groups of parameters and their optimizers: learning rates, clipping and updates, each by its own settings.
+
+    dense     Adam of the groups dense, embeddings and addressing
+    values    the values' own; None without a memory
+    """
+
+    def __init__(self, settings: OptimConfig, model: Transformer):
+        self.steps = settings.steps
+        self.sharded = any(memory.sharded for _, memory in model.memories())
+        tables = {f"blocks.{layer - 1}.memory.values": memory.values for layer, memory in model.memories()}
+        named = dict(model.named_parameters())
+        values = {name: p for name, p in named.items() if name.removesuffix(".weight") in tables}
+        dense = {name: p for name, p in named.items() if name not in values and p.requires_grad}
+        groups: dict[str, dict[str, nn.Parameter]] = {"dense": {}, "embeddings": {}, "addressing": {}}
+        for name, p in dense.items():
+            groups[group_of(name)][name] = p
+        groups = {name: parameters for name, parameters in groups.items() if parameters}
+        self.settings = {name: settings.group(name) for name in [*groups, *(["values"] if tables else [])]}
+
+        self.dense = DenseAdam(groups, self.settings)
+        self.values: DenseAdam | ValuesAdam | None = None
+        if tables and settings.values.update == "dense":
+            self.values = DenseAdam({"values": values}, {"values": self.settings["values"]})
+        elif tables:
+            of_values = {f"{name}.weight": table for name, table in tables.items()}
+            self.values = ValuesAdam(of_values, self.settings["values"])  # type: ignore[arg-type]
+        # Dense parameters whose gradients have one norm, and are scaled together if it is too large.
+        apart = [name for name in groups if name != "dense" and getattr(settings, name).clip != "with dense"]
+        self.clipped = {"dense": [p for name, p in dense.items() if group_of(name) not in apart]}
+        self.clipped |= {name: list(groups[name].values()) for name in apart}
+
+    def learning_rates(self, step: int) -> dict[str, float]:
+        return {name: learning_rate(group, step, self.steps) for name, group in self.settings.items()}
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        for optimizer in self._optimizers():
+            optimizer.scale_gradients(factor)
+
+    def begin(self, step: int) -> None:
+        """Before backward: `update: fused` moves the values inside it."""
+        if isinstance(self.values, ValuesAdam):
+            self.values.begin(self.learning_rates(step)["values"], step)
+
+    def sum_over_ranks(self) -> None:
+        """After backward on several ranks: add up what they found for the values; the dense part is added up in backward."""
+        if self.values is None or self.sharded or dist.world_size() == 1:
+            return
+        if isinstance(self.values, ValuesAdam):
+            for table in self.values.tables:
+                sum_gradient(table)
+        else:
+            for p in self.values.parameters.values():
+                assert p.grad is not None
+                dist.all_reduce(p.grad)
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Euclidean norms over all ranks: of `dense`, of each group that is clipped apart from it, and of `values`."""
+        norms = {name: self.dense.gradient_norm(parameters) for name, parameters in self.clipped.items()}
+        if self.values is not None:
+            norms["values"] = self.values.gradient_norm()
+            if self.sharded:
+                norms["values"] = dist.all_reduce(norms["values"].square()).sqrt()
+        return {name: float(norm) for name, norm in norms.items()}
+
+    def step(self, step: int, norms: dict[str, float]) -> None:
+        """Clip what has a norm to its own largest (FACTS: XLM clips the values apart from the rest), then update."""
+        rates = self.learning_rates(step)
+        for name, norm in norms.items():
+            clip = self.settings[name].clip
+            if clip is None or norm <= clip:
+                continue
+            factor = clip / (norm + 1e-6)
+            if name in self.clipped:
+                self.dense.scale_gradients(factor, self.clipped[name])
+            elif self.values is not None:
+                self.values.scale_gradients(factor)
+        self.dense.step(rates)
+        if isinstance(self.values, ValuesAdam):
+            self.values.step(rates["values"], step)
+        elif self.values is not None:
+            self.values.step(rates)
+
+    def update_sizes(self) -> UpdateSizes:
+        """To be made before `begin` and asked after `step`."""
+        tables: list[Tensor] = []
+        if isinstance(self.values, ValuesAdam):
+            tables = self.values.updated()
+        elif self.values is not None:
+            tables = list(self.values.parameters.values())
+        return UpdateSizes(self.dense.groups, tables, self.sharded)
+
+    def clear(self) -> None:
+        for optimizer in self._optimizers():
+            optimizer.clear()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        tensors = {f"dense.{name}": t for name, t in self.dense.state_tensors().items()}
+        if self.values is not None:
+            tensors |= {f"values.{name}": t for name, t in self.values.state_tensors().items()}
+        return tensors
+
+    def take_up(self) -> None:
+        """Go on from what was copied into `state_tensors`."""
+        for optimizer in self._optimizers():
+            if isinstance(optimizer, DenseAdam):
+                optimizer.take_up()
+
+    def _optimizers(self) -> list[DenseAdam | ValuesAdam]:
+        return [self.dense] if self.values is None else [self.dense, self.values]
+
+
+def build_optimizers(settings: OptimConfig, model: Transformer) -> Optimizers:
+    return Optimizers(settings, model)

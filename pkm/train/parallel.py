@@ -1,0 +1,89 @@
+"""How a model is run on several ranks, and its blocks: compiled, or with their activations recomputed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as td
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from pkm.config.schema import Config
+from pkm.device import pick_device
+from pkm.distributed import dist
+from pkm.distributed.collectives import sum_over_ranks
+from pkm.errors import UserError
+from pkm.memory import sharding
+from pkm.memory.kernels.backend import describe
+from pkm.memory.query import BatchNorm
+from pkm.model.transformer import Transformer
+
+
+def kernels_line(config: Config) -> str:
+    """Who would compute the memories on this machine, for a dry run."""
+    if config.memory is None:
+        return "no memory, no kernels"
+    try:
+        return f"kernels on this machine: {describe(config.memory.kernels, pick_device(config))}"
+    except UserError as missing:  # a login node may well lack the GPU that the run will have
+        return f"kernels: {config.memory.kernels}; on this machine not to be told: {missing.what}"
+
+
+def prepare(model: Transformer, config: Config) -> Transformer:
+    """Make a model that was just built run as the config asks, before it goes to its device.
+
+    Blocks compiled or their activations recomputed in backward; with several ranks, BatchNorm over all of them and the
+    values' columns shared out.
+    """
+    model.recompute = config.parallel.activation_checkpointing
+    if dist.world_size() > 1:
+        for _, memory in model.memories():
+            if config.parallel.batch_norm == "all ranks" and isinstance(memory.query.norm, BatchNorm):
+                memory.query.norm.sum_over_ranks = sum_over_ranks
+            if config.parallel.values == "sharded":
+                sharding.shard(memory.values)
+                memory.sharded = True
+    if config.compile:
+        for block in model.blocks:
+            block.compile()  # one block at a time: they share the compiled code, so it is done in the time of a few
+    return model
+
+
+def distribute(model: Transformer) -> nn.Module:
+    """The module to call in training: with several ranks, gradients of the dense part are summed over them in backward.
+
+    The values' gradients are left alone: they are compact, or each rank's own (pkm.memory.sharding).
+    """
+    if dist.world_size() == 1:
+        return model
+    values = [f"blocks.{layer - 1}.memory.values.weight" for layer, _ in model.memories()]
+    # Running statistics are each rank's own. torch 2.13 renamed the setting that says so; this way all versions know it.
+    buffers = [name for name, _ in model.named_buffers()]
+    DDP._set_params_and_buffers_to_ignore_for_model(model, values + buffers)
+    # Every rank has built or loaded the same weights; nothing needs to be sent before the first step.
+    wrapped = DDP(model, gradient_as_bucket_view=True, init_sync=False)
+    wrapped.register_comm_hook(None, _sum)
+    return wrapped
+
+
+def last_only(module: nn.Module, last: bool) -> AbstractContextManager[object]:
+    """Within it, gradients are summed over ranks only if this is the `last` micro-batch of a step."""
+    return nullcontext() if last or not isinstance(module, DDP) else module.no_sync()
+
+
+def average_statistics(model: Transformer) -> None:
+    """With `batch_norm: each rank` the running statistics become the ranks' mean, so that all score and save the same model."""
+    norms = [memory.query.norm for _, memory in model.memories() if isinstance(memory.query.norm, BatchNorm)]
+    own = [buffer for norm in norms if norm.sum_over_ranks is None for buffer in norm.buffers()]
+    if dist.world_size() == 1 or not own:
+        return
+    means = dist.all_reduce(torch.cat(own)) / dist.world_size()
+    for buffer, mean in zip(own, means.split([len(buffer) for buffer in own]), strict=True):
+        buffer.copy_(mean)
+
+
+def _sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
+    """Add up gradients; DDP's own default would average them, which the loss already does."""
+    work = td.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])

@@ -1,0 +1,71 @@
+"""Where a run stands: saved with its checkpoints, restored from the newest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+
+from torch import Tensor
+
+from pkm.corpus.store import Corpus
+from pkm.distributed import dist
+from pkm.errors import UserError
+from pkm.model.transformer import Transformer, column_sharded
+from pkm.run.run import Run
+from pkm.train.optim import Optimizers
+
+
+@dataclass
+class State:
+    """Where a run stands. Everything else of it is in the model and the optimizers."""
+
+    step: int = 0
+    """Updates done, skipped ones included."""
+    skipped: int = 0
+    """Steps skipped so far because loss or gradient was not finite."""
+    skipped_in_a_row: int = 0
+    best_loss: float = math.inf
+    """Lowest validation loss so far, nats per token."""
+    loss_scale: dict[str, float] = field(default_factory=dict)
+
+    def count(self, step: int, updated: bool, loss_scale: dict[str, float]) -> None:
+        """Step `step` is done, by an update or by skipping it."""
+        self.step, self.loss_scale = step, loss_scale
+        self.skipped += not updated
+        self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
+
+
+def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> State:
+    """Load the newest checkpoint that verifies into model and optimizers; the state of step 0 if there is none yet."""
+    loaded = run.checkpoints.newest()
+    if loaded is None:
+        with dist.together():
+            run.metrics.cut(0)
+        return State()
+    if loaded.record["corpus"] != corpus.fingerprint:
+        raise dist.said_once(
+            UserError(
+                f"the run began on another corpus ({loaded.record['corpus'][:12]}) than this one ({corpus.fingerprint[:12]})",
+                str(corpus.path),
+                "point corpus.path at the corpus it began with, or start another run with another name",
+            )
+        )
+    everything = state_tensors(model, optim)
+    with dist.together():
+        loaded.copy_into(everything, column_sharded(model, everything))
+        optim.take_up()
+        run.metrics.cut(loaded.step)
+    return State(**loaded.record["state"])
+
+
+def save(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus, state: State, best: bool) -> None:
+    """Write a checkpoint of everything that the next step depends on."""
+    everything = state_tensors(model, optim)
+    record = {"state": asdict(state), "corpus": corpus.fingerprint}
+    run.checkpoints.save(state.step, everything, record, best, column_sharded(model, everything))
+
+
+def state_tensors(model: Transformer, optim: Optimizers) -> dict[str, Tensor]:
+    """All tensors that the next step depends on, themselves and not copies."""
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return weights | {f"optim.{name}": tensor for name, tensor in optim.state_tensors().items()}

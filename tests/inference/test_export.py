@@ -1,0 +1,75 @@
+import json
+import resource
+import signal
+
+import pytest
+import torch
+
+from pkm.errors import UserError
+from pkm.inference.export import WEIGHTS, export, load_exported
+from pkm.inference.generate import generate
+from pkm.inference.trained import load_trained
+from tests.support.fork import error_of
+
+
+@pytest.fixture
+def exported(train, tmp_path):
+    *_, directory = train(optim={"steps": 4})
+    trained = load_trained(directory, "latest")
+    export(trained, tmp_path / "exported")
+    return trained, tmp_path / "exported"
+
+
+def test_an_exported_model_computes_what_the_run_computes(exported):
+    trained, directory = exported
+    again = load_exported(directory, ("device=cpu",))
+    ids = torch.randint(14, 50, (2, 8), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(trained.model.hidden(ids), again.model.hidden(ids))
+    prompt = {"prompt": "w1 w3", "tokens": 12, "seed": 3}
+    assert generate(trained.model, trained.corpus.encoder(), **prompt) == generate(again.model, again.encoder, **prompt)
+
+
+def test_nothing_is_overwritten(exported):
+    trained, directory = exported
+    with pytest.raises(UserError, match="there already"):
+        export(trained, directory)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(exported, tmp_path):
+    trained, _ = exported
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    said = error_of(lambda: export(trained, tmp_path / "again"), UserError, before=fill)
+    assert "again" in said and "large" in said
+    assert not list(tmp_path.glob("again*"))
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json", "vocab", "codes", "config.yaml"])
+def test_a_missing_or_cut_file_is_named(exported, name):
+    _, directory = exported
+    file = directory / name
+    file.write_bytes(file.read_bytes()[:3])
+    if name in (WEIGHTS, "tokenizer.json", "config.yaml"):
+        with pytest.raises(UserError, match=name):
+            load_exported(directory)
+    file.unlink()
+    with pytest.raises(UserError, match=name):
+        load_exported(directory)
+
+
+def test_weights_of_another_model_are_refused(exported):
+    _, directory = exported
+    config = (directory / "config.yaml").read_text()
+    (directory / "config.yaml").write_text(config.replace("dim: 16", "dim: 32"))
+    with pytest.raises(UserError, match="do not fit"):
+        load_exported(directory)
+
+
+def test_the_directory_needs_nothing_but_itself(exported):
+    _, directory = exported
+    files = {p.name for p in directory.iterdir()}
+    assert files == {WEIGHTS, "config.yaml", "codes", "vocab", "tokenizer.json"}
+    assert json.loads((directory / "tokenizer.json").read_text())["encoder"]["escape"] is False

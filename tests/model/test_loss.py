@@ -1,0 +1,73 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from pkm.corpus.batches import IGNORE
+from pkm.model import loss
+from pkm.model.loss import linear_cross_entropy
+
+
+def inputs(dtype=torch.float64, n=13, d=5, v=11):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*s, generator=generator, dtype=dtype) for s in ((n, d), (v, d), (v,)))
+    targets = torch.randint(0, v, (n,), generator=generator)
+    targets[[2, 7]] = IGNORE
+    return [t.requires_grad_() for t in (hidden, weight, bias)], targets
+
+
+@pytest.mark.parametrize("chunk_logits", [11, 40, 10_000])
+def test_loss_and_gradients_are_those_of_cross_entropy_over_all_logits(chunk_logits, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_LOGITS_CPU", chunk_logits)
+    found = []
+    for f in (linear_cross_entropy, lambda h, w, b, t: F.cross_entropy(F.linear(h, w, b), t, reduction="sum")):
+        tensors, targets = inputs()
+        nll = f(*tensors, targets)
+        (nll * 0.25).backward()
+        found.append([nll.detach().double(), *(t.grad for t in tensors)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def test_only_targets_that_are_scored_count():
+    tensors, targets = inputs()
+    targets[:] = IGNORE
+    nll = linear_cross_entropy(*tensors, targets)
+    nll.backward()
+    assert nll == 0 and all((t.grad == 0).all() for t in tensors)
+
+
+def test_under_autocast_the_loss_stays_fp32_and_gradients_close():
+    tensors, targets = inputs(torch.float32, n=64, d=32, v=50)
+    exact = linear_cross_entropy(*tensors, targets)
+    exact.backward()
+    wanted = tensors[1].grad.clone()
+    tensors[1].grad = None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nll = linear_cross_entropy(*tensors, targets)
+    nll.backward()
+    assert nll.dtype == torch.float32
+    torch.testing.assert_close(nll, exact, rtol=1e-2, atol=0)
+    assert (tensors[1].grad - wanted).norm() < 2e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_factor_of_the_gradients_is_not_rounded(dtype):
+    """A batch of 24,576 tokens, under autocast; and a loss scale beyond fp16's range."""
+    for factor in (1 / 24576, 70_000 / 2**10):
+        found = []
+        for scale in (1.0, factor):
+            tensors, targets = inputs(torch.float32, n=64, d=32, v=50)
+            with torch.autocast("cpu", dtype=dtype):
+                nll = linear_cross_entropy(*tensors, targets)
+            (nll * scale).backward()
+            found.append([t.grad.double() for t in tensors])
+        for one, scaled in zip(*found, strict=True):
+            ratio = (scaled * one).sum() / (one * one).sum() / factor
+            assert abs(ratio - 1) < 5e-4
+
+
+def test_no_gradient_is_worked_out_at_evaluation():
+    tensors, targets = inputs(n=13, d=5, v=11)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        assert not linear_cross_entropy(*tensors, targets).requires_grad
+    assert counter.get_total_flops() == 2 * 13 * 5 * 11  # the logits, and nothing else

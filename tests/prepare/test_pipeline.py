@@ -1,0 +1,278 @@
+"""pkm/prepare/pipeline.py: the result depends on the articles and the settings, and on nothing else."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from pkm.corpus.store import open_corpus
+from pkm.errors import UserError
+from pkm.text.vocab import EOS_ID
+from tests.prepare.conftest import content, made_articles, write_jsonl
+
+
+def texts(corpus, name: str) -> list[str]:
+    """Documents of a split, decoded, without white space: what tokenizing and detokenizing may move about."""
+    split, encoder = corpus.split(name), corpus.encoder()
+    return ["".join(encoder.decode(split.document(i)).split()) for i in range(split.documents)]
+
+
+def lines(corpus, split, i: int) -> list[str]:
+    return corpus.encoder().decode(split.document(i)).split("\n")
+
+
+def bare(articles: list[str]) -> list[str]:
+    return ["".join(article.split()) for article in articles]
+
+
+def test_every_article_is_in_one_split_and_training_keeps_their_order(prepared):
+    articles = made_articles(60)
+    corpus = open_corpus(prepared(str(write_jsonl(Path("in.jsonl"), articles))))
+    train, valid, test = (texts(corpus, name) for name in ("train", "valid", "test"))
+    assert (len(train), len(valid), len(test)) == (53, 4, 3)
+    assert sorted(train + valid + test) == sorted(bare(articles))
+    assert train == [text for text in bare(articles) if text not in valid + test]
+
+
+def test_counts_in_the_manifest_are_those_of_the_ids(prepared):
+    articles = made_articles(40)
+    corpus = open_corpus(prepared(str(write_jsonl(Path("in.jsonl"), articles)), subwords={"codes": 30}))
+    splits = [corpus.split(name) for name in ("train", "valid", "test")]
+    for split in splits:
+        ids = split.read(0, split.tokens)
+        assert len(ids) == split.tokens
+        assert corpus.vocab.word_ends[ids].sum() == split.words
+        assert (ids == EOS_ID).sum() == sum(
+            line != "" for i in range(split.documents) for line in lines(corpus, split, i)
+        )
+    assert sum(split.bytes for split in splits) == sum(len(text.encode()) for text in articles)
+    assert sum(split.words for split in splits) > sum(len(text.split()) for text in articles)
+
+
+def test_output_is_identical_for_any_number_of_workers(prepared, small_pieces):
+    small_pieces(2000)
+    write_jsonl(Path("in.jsonl"), made_articles(60))
+    alone, three = prepared("in.jsonl", "alone"), prepared("in.jsonl", "three", workers=3)
+    assert len(list(alone.glob("train-*.bin"))) > 3
+    one, other = content(alone), content(three)
+    one["manifest.json"] = one["manifest.json"].replace(b'"alone"', b'"three"')
+    assert one == other
+
+
+def test_the_same_articles_give_the_same_ids_however_they_are_stored_and_cut(prepared, small_pieces):
+    articles = made_articles(60)
+    plain = write_jsonl(Path("in.jsonl"), articles).read_bytes()
+    Path("in.jsonl.gz").write_bytes(gzip.compress(plain))
+    Path("in.jsonl.xz").write_bytes(lzma.compress(plain))
+    Path("in.jsonl.zst").write_bytes(zstandard.compress(plain[:5000]) + zstandard.compress(plain[5000:]))
+    Path("folder").mkdir()
+    for number, text in enumerate(articles):
+        (Path("folder") / f"{number:03d}.txt").write_text(text)
+    Path("blank.txt").write_text("\n\n \n".join(articles))
+    results = []
+    for size, path, documents in (
+        (10**6, "in.jsonl", "file"),
+        (3000, "in.jsonl", "file"),
+        (1000, "in.jsonl.gz", "file"),
+        (700, "in.jsonl.xz", "file"),
+        (1500, "in.jsonl.zst", "file"),
+        (2500, "folder", "file"),
+        (2500, "blank.txt", "blank"),
+    ):
+        small_pieces(size)
+        corpus = open_corpus(prepared(path, f"out{len(results)}", source={"documents": documents}))
+        results.append({name: corpus.split(name).read(0, 10**9) for name in ("train", "valid", "test")})
+        if size < 10**6:
+            assert len(corpus.manifest["splits"]["train"]["shards"]) > 1
+    for result in results[1:]:
+        for name, ids in result.items():
+            assert np.array_equal(ids, results[0][name])
+
+
+def test_held_out_articles_have_the_smallest_hashes_whatever_the_order_of_the_input(prepared):
+    articles = made_articles(60)
+    forward = open_corpus(prepared(str(write_jsonl(Path("a.jsonl"), articles)), "a"))
+    backward = open_corpus(prepared(str(write_jsonl(Path("b.jsonl"), articles[::-1])), "b"))
+    for name in ("valid", "test"):
+        assert texts(forward, name) == texts(backward, name)
+
+
+@pytest.mark.parametrize("duplicates", ["drop", "keep"])
+def test_no_copy_of_a_held_out_article_is_in_training(prepared, duplicates):
+    articles = made_articles(40)
+    write_jsonl(Path("in.jsonl"), articles * 3)
+    corpus = open_corpus(prepared("in.jsonl", filters={"language": None, "duplicates": duplicates}))
+    train, held = texts(corpus, "train"), texts(corpus, "valid") + texts(corpus, "test")
+    assert len(held) == len(set(held)) == 7
+    assert not set(train) & set(held)
+    assert len(train) == (33 if duplicates == "drop" else 99)
+    assert corpus.manifest["dropped"]["duplicate"] == (80 if duplicates == "drop" else 14)
+
+
+def test_filters_drop_and_the_manifest_says_why(prepared):
+    english = made_articles(30)
+    others = ["", "   \n ", "short one", "word " * 300]
+    german = ["Der Minister sagte am Montag, die Verhandlungen mit der Bank seien noch nicht abgeschlossen. " * 3]
+    spoken = [f"The minister said on Monday that talks with the bank had not ended, article {i}." for i in range(30)]
+    write_jsonl(Path("in.jsonl"), spoken + others + german)
+    filters = {"language": "en", "min_words": 3, "max_words": 250}
+    corpus = open_corpus(prepared("in.jsonl", filters=filters))
+    assert corpus.manifest["dropped"] == {"empty": 2, "language": 1, "too_long": 1, "too_short": 1}
+    assert corpus.manifest["records"] == 35
+    assert len(english) == 30
+
+
+def test_damage_is_counted_named_and_skipped_up_to_the_set_share(prepared):
+    lines = write_jsonl(Path("in.jsonl"), made_articles(98)).read_bytes().splitlines(keepends=True)
+    lines.insert(10, b'{"text": "cut off\n')
+    lines.insert(20, b'{"text": "\\ud83d cut emoji"}\n')
+    Path("in.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match=r"2 of 100 records \(2.00%\)") as caught:
+        prepared("in.jsonl", limits={"damaged": 0.01})
+    assert "in.jsonl:11: not JSON" in str(caught.value)
+    assert "in.jsonl: half a surrogate pair" in str(caught.value)
+    assert "limits.damaged=0.05" in str(caught.value)
+    assert not Path("prepared/out").exists()
+    corpus = open_corpus(prepared("in.jsonl", limits={"damaged": 0.02}))
+    assert corpus.manifest["dropped"] == {"damaged": 2}
+    assert [where for _, where, _ in corpus.manifest["named"]] == ["in.jsonl", "in.jsonl:11"]
+
+
+def test_a_file_that_ends_early_counts_by_its_bytes(prepared):
+    whole = gzip.compress(write_jsonl(Path("plain.jsonl"), made_articles(300)).read_bytes())
+    Path("plain.jsonl").unlink()
+    write_jsonl(Path("a.jsonl"), made_articles(300, seed=1))
+    Path("b.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    corpus = open_corpus(prepared("*.jsonl*"))
+    assert corpus.manifest["dropped"]["damaged"] == 1
+    Path("b.jsonl.gz").write_bytes(b"\x1f\x8b" + bytes(20000))
+    with pytest.raises(UserError, match="of the bytes") as caught:
+        prepared("*.jsonl*", "other")
+    assert "b.jsonl.gz" in str(caught.value)
+
+
+def test_a_compressed_bomb_is_skipped_before_it_is_unpacked_whole(prepared, small_pieces):
+    import resource
+
+    small_pieces(20000)
+    write_jsonl(Path("a.jsonl"), made_articles(40))
+    bomb = zstandard.ZstdCompressor(level=1).compressobj()
+    packed = [bomb.compress(b'{"text": "')] + [bomb.compress(bytes(1 << 20)) for _ in range(1024)]
+    Path("bomb.jsonl.zst").write_bytes(
+        b"".join([*packed, bomb.compress(b'"}\n{"text": "fine after all"}\n'), bomb.flush()])
+    )
+    assert Path("bomb.jsonl.zst").stat().st_size < 200_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    corpus = open_corpus(prepared("*.jsonl*"))
+    assert corpus.manifest["dropped"] == {"too_large": 1}
+    assert "finearticle" not in texts(corpus, "train")
+    assert any("finefterall" in t or "fineafterall" in t for n in ("train", "valid", "test") for t in texts(corpus, n))
+    # Kilobytes: far less than the gigabyte it unpacks to.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
+
+
+def test_a_second_call_does_no_work_and_refuses_other_settings_or_files(prepared):
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+    out = prepared("in.jsonl")
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    prepared("in.jsonl")
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    with pytest.raises(UserError, match=r"subwords.codes was 200, is now 100"):
+        prepared("in.jsonl", subwords={"codes": 100})
+    write_jsonl(Path("in.jsonl"), made_articles(41))
+    with pytest.raises(UserError, match="have changed since"):
+        prepared("in.jsonl")
+    Path("in.jsonl").unlink()
+    prepared("in.jsonl")
+
+
+def test_an_unfinished_preparation_goes_on_and_redoes_only_what_changed_settings_touch(prepared):
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+    with pytest.raises(UserError, match="too few to hold out") as caught:
+        prepared("in.jsonl", held_out={"valid": 30, "test": 30})
+    assert "held_out.valid=2" in str(caught.value)
+    work = Path("prepared/out.preparing")
+    spool = work / "read" / "00000.docs"
+    before = spool.stat().st_mtime_ns
+    with pytest.raises(UserError, match="no such file"):
+        prepared("in.jsonl", subwords={"codes_file": "absent", "vocab_file": "absent"})
+    assert spool.stat().st_mtime_ns == before
+    out = prepared("in.jsonl")
+    assert not work.exists()
+    assert content(out).keys() >= {"manifest.json", "codes", "vocab", "train-00000.bin", "train-00000.idx"}
+
+
+def test_given_codes_and_vocabulary_are_used_as_they_are(prepared):
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+    first = prepared("in.jsonl")
+    shutil.copytree(first, "given")
+    second = prepared("in.jsonl", "two", subwords={"codes_file": "given/codes", "vocab_file": "given/vocab"})
+    assert (first / "train-00000.bin").read_bytes() == (second / "train-00000.bin").read_bytes()
+    assert (second / "codes").read_bytes() == (first / "codes").read_bytes()
+
+
+def test_specials_are_a_setting_and_move_the_ids_of_subwords(prepared):
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+    ten, two = (
+        open_corpus(prepared("in.jsonl", name, subwords={"codes": 50, **extra}))
+        for name, extra in (("ten", {}), ("two", {"specials": ["<news>", "<date>"]}))
+    )
+    assert two.vocab.pieces[4:6] == ["<news>", "<date>"]
+    assert two.vocab.size == ten.vocab.size - 8
+    ids = ten.train.read(0, 100)
+    assert np.array_equal(two.train.read(0, 100), np.where(ids >= 14, ids - 8, ids))
+    assert two.fingerprint != ten.fingerprint
+    with pytest.raises(UserError, match="<s>"):
+        prepared("in.jsonl", "odd", subwords={"codes": 50, "specials": ["<s>"]})
+
+
+def test_xlm_normalization_and_escaping_are_recorded_and_applied(prepared):
+    write_jsonl(Path("in.jsonl"), [f"{text} “x & y”" for text in made_articles(40)])
+    corpus = open_corpus(prepared("in.jsonl", tokenizer={"escape": True, "normalize": "xlm"}))
+    assert corpus.manifest["tokenizer"] == {"escape": True, "normalize": "xlm", "backend": "pkm"}
+    pieces = set(corpus.vocab.pieces)
+    assert {"&quot;", "&amp;"} <= {p.replace("@@", "") for p in pieces} and not any("“" in p for p in pieces)
+
+
+def test_an_input_without_articles_says_what_became_of_it(prepared):
+    write_jsonl(Path("in.jsonl"), ["", " "])
+    with pytest.raises(UserError, match="there is no article in the input") as caught:
+        prepared("in.jsonl")
+    assert "2 empty" in str(caught.value)
+    Path("empty.jsonl").write_bytes(b"")
+    with pytest.raises(UserError, match="there is no article in the input"):
+        prepared("empty.jsonl")
+
+
+def test_a_wrong_column_is_named_with_those_there_are(prepared):
+    Path("in.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in made_articles(20)))
+    with pytest.raises(UserError, match="no field 'text': its fields are body"):
+        prepared("in.jsonl")
+    prepared("in.jsonl", "two", source={"column": "body"})
+
+
+def test_something_else_at_the_place_of_the_corpus_is_left_alone(prepared):
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+    Path("prepared/out").mkdir(parents=True)
+    Path("prepared/out/mine").write_text("precious")
+    with pytest.raises(UserError, match="something is there already"):
+        prepared("in.jsonl")
+    assert Path("prepared/out/mine").read_text() == "precious"
+
+
+def test_remote_paths_are_read_through_fsspec(prepared, small_pieces):
+    import zipfile
+
+    small_pieces(2000)
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+    with zipfile.ZipFile("far.zip", "w") as archive:
+        archive.write("in.jsonl", "news/in.jsonl")
+    near, far = prepared("in.jsonl", "near"), prepared("zip://news/*.jsonl::far.zip", "far")
+    assert open_corpus(near).fingerprint == open_corpus(far).fingerprint

@@ -1,0 +1,105 @@
+"""scripts/prepare.py and data/*.yaml: what people type, and what they read."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from pkm.config.load import load
+from pkm.errors import UserErrors
+from pkm.prepare.settings import PrepareConfig, impossible
+from tests.prepare.conftest import made_articles, write_jsonl
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+name: mine
+sources: [{path: in.jsonl}]
+held_out: {valid: 4, test: 3}
+filters: {language: null}
+subwords: {codes: 100}
+workers: 1
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch, capsys):
+    """Runs the program in a directory of its own: (exit status, what it printed)."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(CONFIG)
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+
+    def program(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "scripts" / "prepare.py"), run_name="__main__")
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out + printed.err
+
+    return program
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "data").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_corpus_is_a_config_named_after_its_file(path):
+    config = load(path, [], PrepareConfig, impossible).config
+    assert config.name == path.stem
+    assert config.directory == Path("prepared") / path.stem
+
+
+def test_the_papers_corpus_has_the_papers_settings():
+    config = load(ROOT / "data" / "ccnews.yaml", [], PrepareConfig, impossible).config
+    assert (config.subwords.codes, config.held_out.valid, config.held_out.test) == (60_000, 5000, 5000)
+    assert config.filters.language == "en" and not config.tokenizer.escape
+
+
+def test_settings_that_contradict_each_other_are_named_at_once(tmp_path: Path):
+    path = tmp_path / "x.yaml"
+    path.write_text(CONFIG)
+    wrong = ["subwords.codes_file=c", "executor=slurm", "filters.min_words=9", "filters.max_words=3"]
+    with pytest.raises(UserErrors) as caught:
+        load(path, wrong, PrepareConfig, impossible)
+    for key in ("subwords.vocab_file", "slurm.partition", "filters.max_words"):
+        assert key in str(caught.value) or key.rpartition(".")[2] in str(caught.value)
+    assert len(caught.value.errors) == 3
+
+
+def test_a_dry_run_shows_files_sizes_time_and_disk_and_does_nothing(run):
+    status, printed = run("mine.yaml", "--dry-run")
+    assert status == 0
+    for part in ("jsonl", "1 files", "1 tasks", "of disk meanwhile", "are free"):
+        assert part in printed
+    assert sorted(path.name for path in Path().iterdir()) == ["in.jsonl", "mine.yaml"]
+
+
+def test_a_preparation_shows_progress_and_a_summary_and_the_next_call_that_it_is_done(run):
+    status, printed = run("mine.yaml")
+    assert status == 0
+    for part in ("reading and filtering: 100%", "encoding: 100%", "words/CPU s", "prepared in", "fingerprint"):
+        assert part in printed
+    status, printed = run("mine.yaml")
+    assert status == 0 and "prepared already" in printed and "encoding" not in printed
+
+
+def test_stats_verify_and_show_tell_what_a_corpus_holds(run):
+    run("mine.yaml")
+    status, printed = run("--stats", "--verify", "prepared/mine")
+    assert status == 0
+    for part in ("train", "valid", "test", "33", "40 records", "dropped: nothing", "every shard is what it was"):
+        assert part in printed
+    status, printed = run("--show", "0", "prepared/mine")
+    assert status == 0 and made_articles(40)[0].split()[0] in printed
+    status, printed = run("--show", "33", "mine.yaml")
+    assert status == 2 and "train has 33 documents, counted from 0" in printed
+
+
+def test_mistakes_end_with_status_2_one_message_and_no_traceback(run):
+    for arguments, message in (
+        (["absent.yaml"], "absent.yaml"),
+        (["mine.yaml", "sources=[{path: absent}]"], "no file or folder 'absent'"),
+        (["mine.yaml", "subword.codes=5"], "subwords"),
+        (["--stats", "."], "not a prepared corpus"),
+    ):
+        status, printed = run(*arguments)
+        assert (status, message in printed, "Traceback" in printed) == (2, True, False), printed

@@ -1,0 +1,395 @@
+import json
+import os
+import signal
+import socket
+import threading
+
+import pytest
+
+from pkm.config.load import dump
+from pkm.distributed.watchdog import Peers
+from pkm.errors import UserError
+from pkm.run import lock
+from pkm.run.lock import Lock, held
+from pkm.run.run import Run
+from pkm.run.status import read_status
+from pkm.run.stop import StopFlag
+from tests.support.fork import error_of, exit_code_of, without_root
+from tests.support.tiny import tiny_config
+
+
+@pytest.fixture
+def opened(tmp_path, capsys):
+    """Open the run `tiny` below tmp_path with some settings changed; `opened.heard()` is what was said since."""
+
+    def open_run(**sections):
+        config = tiny_config(runs=tmp_path, **sections)
+        return Run.open(config, dump(config))
+
+    open_run.directory = tmp_path / "tiny"
+    open_run.heard = lambda: capsys.readouterr().out
+    return open_run
+
+
+def settings(opened):
+    return (opened.directory / "config.yaml").read_text()
+
+
+# ---- settings -----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_writes_its_settings_and_the_same_ones_open_it_again(opened):
+    with opened() as run:
+        assert run.directory == opened.directory and not run.is_finished()
+        assert settings(opened) == dump(run.config)
+    with opened():
+        assert opened.heard() == ""
+
+
+def test_changed_settings_are_refused_all_at_once_with_both_values(opened):
+    opened().__exit__(None, None, None)
+    before = settings(opened)
+    with pytest.raises(UserError) as caught:
+        opened(seed=2, memory={"query": {"norm": "none"}}, optim={"dense": {"lr": 0.5}}, checkpoint={"keep": 7})
+    message = str(caught.value)
+    assert str(opened.directory / "config.yaml") in message
+    assert "seed: 1 -> 2" in message
+    assert "memory.query.norm: batch -> none" in message
+    assert "optim.dense.lr: 0.01 -> 0.5" in message
+    assert "checkpoint.keep" not in message and "name=" in caught.value.fix
+    assert settings(opened) == before
+    with opened():
+        pass
+
+
+def test_a_memory_that_was_not_there_is_a_change(opened):
+    opened(memory=None).__exit__(None, None, None)
+    with pytest.raises(UserError, match=r"memory.sub_keys: nothing -> 8"):
+        opened()
+
+
+def test_settings_that_may_change_are_said_and_kept(opened):
+    opened().__exit__(None, None, None)
+    with opened(checkpoint={"keep": 7}, log={"every_steps": 3}, corpus={"path": "moved"}) as run:
+        assert settings(opened) == dump(run.config)
+        heard = opened.heard()
+        assert "checkpoint.keep: 3 -> 7" in heard and "corpus.path: prepared/tiny -> moved" in heard
+
+
+@pytest.mark.parametrize(
+    ("dense", "values", "memory", "steps", "refusal"),
+    [
+        ("inverse_sqrt", "constant", True, 30, None),
+        ("constant", "inverse_sqrt", True, 30, None),
+        ("cosine", "constant", True, 30, "cosine"),
+        ("constant", "linear", True, 30, "linear"),
+        ("constant", "linear", False, 30, None),
+        ("constant", "constant", True, 10, "may only grow"),
+    ],
+)
+def test_a_run_may_be_made_longer_where_no_schedule_depends_on_its_length(
+    opened, dense, values, memory, steps, refusal
+):
+    sections = {"memory": {} if memory else None}
+    optim = {"dense": {"schedule": dense}, "values": {"schedule": values}}
+    opened(optim={"steps": 20, **optim}, **sections).__exit__(None, None, None)
+    if refusal is None:
+        with opened(optim={"steps": steps, **optim}, **sections) as run:
+            assert run.config.optim.steps == steps
+    else:
+        with pytest.raises(UserError, match=rf"optim.steps: 20 -> {steps}.*{refusal}"):
+            opened(optim={"steps": steps, **optim}, **sections)
+
+
+def test_checkpoints_without_settings_are_refused(opened):
+    with opened() as run:
+        run.checkpoints.save(1, {}, {})
+    (opened.directory / "config.yaml").unlink()
+    with pytest.raises(UserError, match="checkpoints but no settings"):
+        opened()
+
+
+def test_leftovers_of_a_killed_write_are_removed(opened):
+    opened.directory.mkdir()
+    (opened.directory / ".config.yaml.123.tmp").write_text("half")
+    with opened():
+        assert not list(opened.directory.glob(".*"))
+
+
+# ---- status -------------------------------------------------------------------------------------------------------
+
+
+def test_status_says_where_the_run_stands(opened):
+    with opened() as run:
+        run.status("running", 3)
+        status = read_status(opened.directory)
+        assert (status["state"], status["step"], status["reason"]) == ("running", 3, None)
+        assert (status["host"], status["pid"]) == (socket.gethostname(), os.getpid())
+        run.status("stopped", 4, "SIGTERM")
+    status = read_status(opened.directory)
+    assert (status["state"], status["step"], status["reason"]) == ("stopped", 4, "SIGTERM")
+
+
+def test_a_finished_run_is_finished_until_more_steps_are_asked_for(opened):
+    with opened() as run:
+        run.status("finished", 20)
+        (run.directory / "report.json").write_text('{"evaluation": {}}')
+    with opened() as run:
+        assert run.is_finished()
+    with opened(optim={"steps": 30}) as run:
+        assert not run.is_finished()
+
+
+@pytest.mark.parametrize("left", [None, "", '{"evaluation"', "{}"])
+def test_a_run_whose_report_is_lost_or_broken_is_not_finished_where_there_is_something_to_report(opened, left):
+    with opened() as run:
+        run.status("finished", 20)
+        if left is not None:
+            (run.directory / "report.json").write_text(left)
+    with opened() as run:
+        assert not run.is_finished() and run.is_finished(reports=False)
+
+
+def test_a_finished_run_shows_its_report_if_it_has_one_and_does_not_log_it_again(opened, capsys):
+    with opened() as run:
+        run.show_report()
+        assert capsys.readouterr().out == f"{run.directory} is finished\n"
+        (run.directory / "report.md").write_text("| perplexity | 12.34 |\n")
+        run.show_report()
+        assert "| perplexity | 12.34 |" in capsys.readouterr().out
+        assert "12.34" not in (run.directory / "log.txt").read_text()
+
+
+def test_a_stop_file_is_gone_once_it_was_obeyed(opened):
+    with opened() as run:
+        (opened.directory / "STOP").touch()
+        run.status("running", 4)
+        assert (opened.directory / "STOP").exists()
+        run.status("stopped", 4, "STOP file")
+        assert not (opened.directory / "STOP").exists()
+
+
+@pytest.mark.parametrize("error", [UserError("the disk is full"), RuntimeError("boom"), KeyboardInterrupt()])
+def test_a_run_that_fails_says_why_and_lets_go(opened, error):
+    with pytest.raises(type(error)), opened() as run:
+        run.status("running", 3)
+        run.metrics.write(7, "train", loss=1.0)
+        raise error
+    status = read_status(opened.directory)
+    assert (status["state"], status["step"]) == ("failed", 7)
+    named = "RuntimeError: boom" if isinstance(error, RuntimeError) else str(error)
+    assert status["reason"] == (named or "interrupted")
+    with opened():
+        assert "took over" not in opened.heard()
+
+
+def test_a_garbled_status_is_no_status(opened):
+    opened().__exit__(None, None, None)
+    (opened.directory / "status.json").write_text("[")
+    with opened() as run:
+        assert not run.is_finished()
+
+
+def test_what_is_said_is_logged(opened):
+    with opened() as run:
+        run.say("[bold]step[/bold] 1")
+    assert opened.heard() == "[bold]step[/bold] 1\n"
+    assert (opened.directory / "log.txt").read_text().endswith("  [bold]step[/bold] 1\n")
+
+
+def test_ranks_that_nobody_can_watch_are_named(opened, monkeypatch):
+    monkeypatch.setattr(Peers, "watch", lambda self: [2, 3])
+    with opened():
+        assert "warning: no connection between rank 0 and these ranks: 2, 3." in opened.heard()
+
+
+# ---- directories that say no --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+def test_a_directory_without_permission_is_named(opened, tmp_path, mode):
+    os.chmod(tmp_path, mode)
+    error = error_of(opened, UserError, before=without_root)
+    os.chmod(tmp_path, 0o777)
+    assert f"{opened.directory}: no permission" in error and "fix: " in error
+
+
+def test_a_file_where_the_directory_should_be_is_named(opened):
+    opened.directory.write_text("")
+    with pytest.raises(UserError, match="tiny: a file stands where a directory is needed"):
+        opened()
+
+
+# ---- lock ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_cannot_work_on_one_run(opened):
+    with opened():
+        error = error_of(opened, UserError)
+        assert f"process {os.getpid()} on {socket.gethostname()}" in error and "fix: wait for it" in error
+        assert exit_code_of(opened) == 1
+    with opened():
+        assert "took over" not in opened.heard()
+
+
+def test_a_dead_holder_is_taken_over_and_that_is_said(opened):
+    def die():
+        opened()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code_of(die) == -signal.SIGKILL
+    with opened():
+        assert "took over from process" in opened.heard()
+    with opened():
+        assert opened.heard() == ""
+
+
+def held_by(path, **holder):
+    path.write_text(json.dumps({"pid": 1, "host": socket.gethostname(), "since": "then", **holder}))
+
+
+def test_a_holder_on_another_machine_that_shows_no_life_is_taken_over(tmp_path):
+    path, heard, waited = tmp_path / "lock", [], []
+    held_by(path, host="elsewhere")
+    Lock(path, wait=waited.append).acquire(heard.append)
+    assert "process 1 on elsewhere" in heard[0] and "took over from process 1 on elsewhere" in heard[1]
+    assert sum(waited) >= 3 * lock.BEAT_SECONDS
+
+
+@pytest.mark.parametrize("beat", [10.0, 4e9], ids=["its clock is behind", "its clock is ahead"])
+def test_a_holder_on_another_machine_that_shows_life_is_refused(tmp_path, beat):
+    path = tmp_path / "lock"
+    held_by(path, host="elsewhere")
+    with pytest.raises(UserError, match="process 1 on elsewhere"):
+        Lock(path, wait=lambda seconds: os.utime(path, (beat, beat))).acquire(lambda line: None)
+    assert json.loads(path.read_text())["host"] == "elsewhere"
+
+
+@pytest.fixture
+def no_flock(monkeypatch):
+    def flock(file, operation):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+
+
+def test_where_the_file_system_has_no_flock_a_living_process_is_refused_and_a_dead_one_taken_over(tmp_path, no_flock):
+    path, heard = tmp_path / "lock", []
+    held_by(path, pid=os.getppid())
+    with pytest.raises(UserError, match=f"process {os.getppid()}"):
+        Lock(path).acquire(heard.append)
+    gone = os.fork() or os._exit(0)
+    os.waitpid(gone, 0)
+    held_by(path, pid=gone)
+    Lock(path, wait=lambda seconds: None).acquire(heard.append)
+    assert f"took over from process {gone}" in heard[0]
+
+
+@pytest.mark.parametrize("jobs", [2, 5])
+def test_of_jobs_that_start_together_where_there_is_no_flock_one_gets_the_lock(tmp_path, no_flock, monkeypatch, jobs):
+    """All look at the empty file before any writes."""
+    path, together, looked = tmp_path / "lock", threading.Barrier(jobs, timeout=60), set()
+    look = Lock._holder
+
+    def look_together(self):
+        found = look(self)
+        if self not in looked:
+            looked.add(self)
+            together.wait()
+        return found
+
+    monkeypatch.setattr(Lock, "_holder", look_together)
+    got, refused = [], []
+
+    def job():
+        own = Lock(path, wait=lambda seconds: together.wait())
+        try:
+            own.acquire(pytest.fail)
+            got.append(own)
+        except UserError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=job) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 1 and len(refused) == jobs - 1 and got[0].mine()
+    assert all(f"at work on this run: process {os.getpid()}" in message for message in refused)
+    got[0].release()
+    assert path.read_bytes() == b""
+
+
+def test_where_there_is_a_flock_nobody_waits(tmp_path):
+    own = Lock(tmp_path / "lock", wait=pytest.fail)
+    own.acquire(pytest.fail)
+    own.release()
+
+
+def test_a_lock_that_another_took_over_is_given_up_and_is_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.001)
+    path, lost, by = tmp_path / "lock", threading.Event(), []
+    own = Lock(path, lambda who: (by.append(who), lost.set()))
+    own.acquire(pytest.fail)
+    path.write_text("")  # as it is for a moment while another takes it
+    held_by(path, host="elsewhere", token="another")
+    before = path.read_text()
+    assert lost.wait(60) and by == ["process 1 on elsewhere, since then"]
+    own.release()
+    assert path.read_text() == before
+
+
+def test_a_run_that_another_process_took_over_stops_and_leaves_the_status_to_it(opened, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.001)
+    flag = StopFlag()
+    before = signal.signal(signal.SIGTERM, flag._handle)
+    try:
+        with opened() as run:
+            run.status("running", 3)
+            (opened.directory / "STOP").touch()
+            held_by(opened.directory / "lock", host="elsewhere", token="another")
+            run._lock._thread.join(60)
+            assert flag.requested(opened.directory) == "SIGTERM"
+            assert "warning: another process took this run over: process 1 on elsewhere" in opened.heard()
+            run.status("stopped", 4, "SIGTERM")
+            raise UserError("the disk is full")
+    except UserError:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert read_status(opened.directory)["state"] == "running" and (opened.directory / "STOP").exists()
+    assert "took this run over" in (opened.directory / "log.txt").read_text()
+
+
+def test_the_holder_shows_that_it_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.001)
+    held = Lock(tmp_path / "lock")
+    held.acquire(lambda line: None)
+    os.utime(tmp_path / "lock", (10, 10))
+    while (tmp_path / "lock").stat().st_mtime == 10:
+        pass
+    held.release()
+
+
+def test_a_lock_file_with_anything_in_it_is_taken(tmp_path):
+    (tmp_path / "lock").write_bytes(b"\xff\0[")
+    Lock(tmp_path / "lock").acquire(pytest.fail)
+
+
+def test_a_lock_counts_only_while_its_holder_lives(tmp_path):
+    path, here = tmp_path / "lock", socket.gethostname()
+    assert held(path) is None
+    lock = Lock(path)
+    lock.acquire(pytest.fail)
+    assert held(path) == f"process {os.getpid()} on {here}"
+    lock.release()
+    assert held(path) is None
+    # A holder that died, whose number another process has now: this one.
+    path.write_text(json.dumps({"pid": os.getpid(), "host": here}))
+    assert held(path) is None
+    path.write_text(json.dumps({"pid": 2**22 + 1, "host": here}))
+    assert held(path) is None
+    path.write_text(json.dumps({"pid": 1, "host": "another"}))
+    assert held(path) == "process 1 on another"
+    os.utime(path, (0, 0))
+    assert held(path) is None

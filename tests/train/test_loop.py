@@ -1,0 +1,196 @@
+import json
+
+import pytest
+import torch
+
+from pkm.checkpoint.checkpoints import Checkpoints
+from pkm.errors import UserError
+from pkm.evaluation.evaluate import evaluate
+from pkm.inference.trained import load_trained
+from pkm.model.transformer import Transformer
+from pkm.run.metrics import read
+from pkm.train import loop
+from pkm.train.optim import LossScale
+from tests.support.tiny import everything, random_corpus
+
+
+@pytest.fixture
+def nan_at(monkeypatch):
+    """Makes the loss of the given forward passes in training (from 1) NaN, after BatchNorm saw the batch."""
+
+    def inject(passes):
+        forward, count = Transformer.forward, iter(range(1, 10**6))
+
+        def poisoned(self, ids, targets):
+            loss = forward(self, ids, targets)
+            return loss * float("nan") if self.training and next(count) in passes else loss
+
+        monkeypatch.setattr(Transformer, "forward", poisoned)
+
+    return inject
+
+
+@pytest.fixture
+def fp16(monkeypatch):
+    """Autocast to fp16 and loss scaling where there is no GPU: a CPU computes it as well, only slowly."""
+
+    def begin(scale):
+        monkeypatch.setattr(loop, "pick_precision", lambda config, device: "fp16")
+        monkeypatch.setattr(LossScale, "INITIAL", scale)
+
+    return begin
+
+
+def losses(directory):
+    return [r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"]
+
+
+def test_a_model_learns(train):
+    _, _, _, directory = train(optim={"steps": 60})
+    assert losses(directory)[-1] < 0.7 * losses(directory)[0]
+
+
+def test_metrics_carry_what_a_researcher_looks_for(train):
+    _, _, _, directory = train()
+    records = list(read(directory / "metrics.jsonl"))
+    last = [r for r in records if r["kind"] == "train"][-1]
+    groups = {"dense", "embeddings", "addressing", "values"}
+    assert last["step"] == 20 and set(last["lr"]) == set(last["update_size"]) == groups
+    assert set(last["gradient_norm"]) == {"dense", "values"}
+    assert all(0 < size < 1 for size in last["update_size"].values()) and last["memories"]["2"]["output_share"] > 0
+    assert last["tokens_per_second"] > 0 and last["peak_memory_bytes"] > 0 and last["skipped"] == 0
+    assert 0 < last["memories"]["2"]["usage"] <= 100 and last["memories"]["2"]["kl"] >= 0
+    valid = [r for r in records if r["kind"] == "valid"]
+    assert [r["step"] for r in valid] == [10, 20] and valid[0]["perplexity"] > valid[1]["perplexity"]
+
+
+def test_a_skipped_step_leaves_no_trace_but_its_number(train, nan_at, tmp_path):
+    model, optim, _, _ = train(name="four", optim={"steps": 4})
+    before = {name: t.clone() for name, t in everything(model, optim).items()}
+    nan_at({5 - 4})  # the one step that the longer run still has to do
+    model, optim, state, _ = train(name="four", optim={"steps": 5})
+    assert (state.step, state.skipped, state.skipped_in_a_row) == (5, 1, 1)
+    after = everything(model, optim)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_fp16_with_a_scaled_loss_learns_as_fp32_does(train, fp16):
+    *_, exact = train(name="fp32", log={"every_steps": 1})
+    fp16(scale=2.0**10)
+    *_, directory = train(name="fp16", log={"every_steps": 1})
+    assert losses(directory) == pytest.approx(losses(exact), rel=2e-2)
+
+
+def test_a_loss_scale_too_large_skips_steps_until_it_fits_and_they_are_counted(train, fp16):
+    fp16(scale=2.0**40)
+    model, _, state, directory = train(optim={"steps": 60, "max_skipped": 50}, log={"every_steps": 1})
+    assert state.skipped > 10 and state.skipped_in_a_row < state.skipped
+    assert state.loss_scale["value"] == 2.0 ** (40 - state.skipped)
+    skipped = [r["skipped"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"]
+    assert skipped[0] == 1 and skipped[-1] == state.skipped
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_the_loss_scale_is_kept_in_checkpoints_and_the_resumed_run_ends_with_the_same_bits(train, fp16):
+    fp16(scale=2.0**26)
+    model, optim, state, _ = train(name="whole", optim={"steps": 15})
+    train(name="parts", optim={"steps": 7})
+    fp16(scale=1.0)  # of a run that begins
+    again, its_optim, its_state, _ = train(name="parts", optim={"steps": 15})
+    assert state.skipped and state == its_state
+    ours, theirs = everything(model, optim), everything(again, its_optim)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_too_many_skipped_steps_stop_the_run_and_leave_the_last_good_checkpoint(train, nan_at, tmp_path):
+    nan_at(set(range(8, 100)))
+    with pytest.raises(UserError, match=r"3 steps in a row.*not finite"):
+        train(optim={"max_skipped": 3})
+    directory = tmp_path / "runs" / "tiny"
+    assert Checkpoints(directory / "checkpoints", keep=3).load("latest").step == 5
+    assert json.loads((directory / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_nan_between_good_steps_does_not_spoil_training(train, nan_at):
+    nan_at({3, 7})
+    model, _, state, _ = train()
+    assert state.skipped == 2 and state.skipped_in_a_row == 0
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_accumulation_takes_the_same_steps_as_one_big_batch(train):
+    # LayerNorm on the query: BatchNorm's statistics are those of a micro-batch.
+    memory = {"query": {"norm": "layer"}}
+    curves = []
+    for name, micro_batch in (("whole", None), ("parts", 3)):
+        _, _, _, directory = train(
+            name=name, memory=memory, optim={"steps": 8, "micro_batch": micro_batch}, log={"every_steps": 1}
+        )
+        curves.append(losses(directory))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
+def test_best_is_the_checkpoint_with_the_lowest_validation_loss(train):
+    _, _, state, directory = train(optim={"steps": 40, "dense": {"lr": 0.05}})
+    valid = {r["step"]: r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "valid"}
+    best = load_trained(directory, "best")
+    assert valid[best.step] == min(valid.values()) == state.best_loss
+    again = evaluate(best.model, best.corpus, best.corpus.valid, best.config, best.config.evaluate.documents)
+    assert again.loss == pytest.approx(state.best_loss, rel=1e-6)
+
+
+def test_another_corpus_than_the_run_began_with_is_refused(train, tmp_path, tiny_corpus_path):
+    _, _, _, directory = train()
+    other = random_corpus(tmp_path / "other", seed=5)
+    with pytest.raises(UserError, match="another corpus"):
+        load_trained(directory, "best", (f"corpus.path={json.dumps(str(other))}",))
+
+
+def test_the_largest_seed_trains(train):
+    assert train(seed=2**63 - 1, optim={"steps": 2})[2].step == 2
+
+
+def test_a_dense_model_trains_without_a_values_group(train):
+    _, optim, _, directory = train(memory=None, optim={"steps": 3})
+    assert optim.values is None
+    assert (directory / "metrics.jsonl").read_text().count('"memories": {}') >= 1
+
+
+def test_a_run_that_recomputes_its_activations_learns_the_same(train):
+    """BatchNorm's statistics included: backward's second forward pass must not count the batch twice."""
+    plain, *_ = train(name="plain", optim={"steps": 5})
+    again, *_ = train(name="again", optim={"steps": 5}, parallel={"activation_checkpointing": True})
+    torch.testing.assert_close(plain.state_dict(), again.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_time_limit_saves_and_stops(train):
+    _, _, state, directory = train(max_minutes=1e-4, optim={"steps": 2000})
+    status = json.loads((directory / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("stopped", "time limit")
+    assert Checkpoints(directory / "checkpoints", keep=3).load("latest").step == state.step < 2000
+
+
+def test_profiled_steps_leave_a_trace_each(train):
+    *_, directory = train(optim={"steps": 4}, profile={"from_step": 2, "steps": 2})
+    assert {p.name for p in directory.glob("profile-*")} == {f"profile-000000{n}-rank0.json" for n in (2, 3)}
+
+
+@pytest.mark.parametrize("values", [{"update": "fused"}, {"dtype": "bf16+master"}])
+def test_ways_to_keep_and_move_the_values_learn_as_the_plain_one(train, values):
+    curves = []
+    for name, changed in (("plain", {}), ("changed", values)):
+        *_, directory = train(name=name, optim={"values": changed}, log={"every_steps": 1})
+        curves.append(losses(directory))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5 if "update" in values else 2e-2)
+    assert curves[0][-1] < curves[0][0]
+
+
+@pytest.mark.parametrize(
+    "values", [{"update": "fused"}, {"dtype": "bf16", "state_dtype": "bf16"}, {"dtype": "bf16+master"}]
+)
+def test_values_resume_bit_for_bit_however_they_are_kept(train, values):
+    model, optim, *_ = train(name="whole", optim={"steps": 9, "values": values})
+    train(name="parts", optim={"steps": 4, "values": values})
+    again, its_optim, *_ = train(name="parts", optim={"steps": 9, "values": values})
+    ours, theirs = everything(model, optim), everything(again, its_optim)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
