@@ -43,7 +43,7 @@ def main() -> int:
 
     # Only now what takes seconds to import.
     from pkm.corpus.store import open_corpus
-    from pkm.device import pick_device, set_up
+    from pkm.device import configure_torch, pick_device
     from pkm.distributed import dist
     from pkm.evaluation.report import report
     from pkm.model.transformer import build_model
@@ -51,14 +51,14 @@ def main() -> int:
     from pkm.run.stop import StopFlag
     from pkm.train.loop import train
     from pkm.train.optim import build_optimizers
-    from pkm.train.parallel import prepare
+    from pkm.train.parallel import apply_parallelism
     from pkm.train.state import restore
 
     device = pick_device(config)
-    set_up(config, device)
+    configure_torch(config, device)
     dist.start(device)
     stop = StopFlag().install()  # SIGTERM, SIGUSR1, Ctrl-C or a file STOP: save, then leave
-    with dist.together():  # what one rank cannot do ends all of them
+    with dist.raise_on_all_ranks():  # what one rank cannot do ends all of them
         resolved.refuse(impossible_for(config, dist.world_size()))
         corpus = open_corpus(config.corpus.path)
 
@@ -66,7 +66,7 @@ def main() -> int:
         if run.is_finished(reports=corpus.test is not None):
             run.show_report()
         else:
-            model = prepare(build_model(config, corpus.vocab.size), config).to(device)
+            model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(device)
             optim = build_optimizers(config.optim, model)
             state = restore(run, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
             state = train(config, run, corpus, model, optim, state, stop)

@@ -28,7 +28,7 @@ from pkm.device import autocast
 from pkm.model.cost import flops
 from pkm.model.transformer import build_model
 from pkm.train.optim import build_optimizers
-from pkm.train.parallel import prepare
+from pkm.train.parallel import apply_parallelism
 
 VOCABULARY, CONTEXT = 60_014, 256
 MODELS: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def measure(name: str, config: Config, rate: float, repeats: int) -> Row:
     device, tokens = torch.device("cuda"), config.optim.batch_tokens
     torch.cuda.reset_peak_memory_stats()
     with device:
-        model = prepare(build_model(config, VOCABULARY), config)
+        model = apply_parallelism(build_model(config, VOCABULARY), config)
     optim = build_optimizers(config.optim, model)
     often = 1 / torch.arange(10.0, VOCABULARY - 4)
     ids = torch.multinomial(often, 4 * (tokens + 1), replacement=True).view(4, -1).to(device) + 14

@@ -36,7 +36,7 @@ from pkm.model.cost import traffic
 from pkm.model.transformer import build_model
 from pkm.train.gradient import backward
 from pkm.train.optim import build_optimizers
-from pkm.train.parallel import distribute, prepare
+from pkm.train.parallel import apply_parallelism, distribute
 
 VOCABULARY = 8_000
 CONFIG = """
@@ -80,7 +80,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     """Seconds of an update, the processors' time that all ranks spend in one, and the bytes that this rank sends in one."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model = prepare(build_model(config, VOCABULARY), config)
+    model = apply_parallelism(build_model(config, VOCABULARY), config)
     optim = build_optimizers(config.optim, model)
     module, rows = distribute(model), slice(*dist.share(config.sequences))
     words = np.random.default_rng(1).zipf(1.3, (steps + 2, config.sequences, config.corpus.context + 1)) % VOCABULARY

@@ -57,7 +57,7 @@ def pick_precision(config: Config, device: torch.device) -> str:
     return config.precision
 
 
-def set_up(config: Config, device: torch.device) -> None:
+def configure_torch(config: Config, device: torch.device) -> None:
     """Settings of torch that hold for the whole process: the GPU, threads, and the precision of fp32 products."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton's kernels, streams and copies take the current one

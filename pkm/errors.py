@@ -33,7 +33,7 @@ class UserErrors(UserError):
         super().__init__(title + "\n" + "\n".join(f"- {error}" for error in errors))
 
 
-class ToldElsewhere(UserError):
+class ReportedByOtherRank(UserError):
     """The error of another rank, which says it: this one only ends with it."""
 
 
@@ -45,7 +45,7 @@ def exits_cleanly(main: Callable[[], int | None]) -> Callable[[], int]:
         try:
             return main() or 0
         except UserError as error:
-            if not isinstance(error, ToldElsewhere):
+            if not isinstance(error, ReportedByOtherRank):
                 print(f"error: {error}", file=sys.stderr)
             return EXIT_USER_ERROR
         except KeyboardInterrupt:

@@ -125,12 +125,12 @@ def run(jobs: list[Job], gpus: list[str], estimator: Estimator, args: argparse.N
     """Exit status: 1 if a run failed, 130 if it was told to stop."""
     from pkm.experiments import workers
     from pkm.experiments.jobs import check
-    from pkm.experiments.live_table import Board
-    from pkm.experiments.scheduler import Pool
+    from pkm.experiments.live_table import LiveTable
+    from pkm.experiments.scheduler import Scheduler
 
     at_work = workers.workers([job.config for job in jobs], gpus, args.gpus_per_run, args.jobs)
     check(jobs, args.gpus_per_run)
-    pool = Pool(jobs, at_work, Board(estimator), args.measure_speed_again)
+    pool = Scheduler(jobs, at_work, LiveTable(estimator), args.measure_speed_again)
     pool.run()
     if pool.stopped_by:
         print(f"stopped by {pool.stopped_by}; the same command goes on")

@@ -18,13 +18,13 @@ import torch
 
 from pkm.config.load import dump
 from pkm.corpus.store import open_corpus
-from pkm.device import pick_device, set_up
+from pkm.device import configure_torch, pick_device
 from pkm.model.transformer import build_model
 from pkm.run.run import Run
 from pkm.run.stop import StopFlag
 from pkm.train import loop
 from pkm.train.optim import build_optimizers
-from pkm.train.parallel import prepare
+from pkm.train.parallel import apply_parallelism
 from pkm.train.state import restore
 from tests.support import fake_slurm
 from tests.support.tiny import random_corpus, tiny_config
@@ -58,9 +58,9 @@ def train(tiny_corpus_path, tmp_path):
         sections["corpus"] = {"path": str(tiny_corpus_path), **sections.get("corpus", {})}
         config = tiny_config(runs=str(tmp_path / "runs"), **sections)
         corpus, device = open_corpus(config.corpus.path), pick_device(config)
-        set_up(config, device)
+        configure_torch(config, device)
         with Run.open(config, dump(config)) as run:
-            model = prepare(build_model(config, corpus.vocab.size), config).to(device)
+            model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(device)
             optim = build_optimizers(config.optim, model)
             state = restore(run, model, optim, corpus)
             state = loop.train(config, run, corpus, model, optim, state, StopFlag())

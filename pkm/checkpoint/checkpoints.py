@@ -29,7 +29,7 @@ from pkm.checkpoint import kill_points, manifest, shards, tensor_file
 from pkm.checkpoint.background import Background, Copies
 from pkm.checkpoint.load import Loaded
 from pkm.checkpoint.manifest import Damaged, Manifest
-from pkm.checkpoint.retention import Kept
+from pkm.checkpoint.retention import Retention
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.machine import code_version
@@ -86,7 +86,7 @@ class Checkpoints:
         self.longest_seconds = 0.0
         """Of the saves so far, from their beginning to their end."""
         self._warn = warn
-        self._kept = Kept(root, keep)
+        self._kept = Retention(root, keep)
         self._copies = Copies()
         self._saving: Background | None = None
         self._side: list[dist.Group] = []
@@ -130,7 +130,7 @@ class Checkpoints:
         parts = {name: shards.Part(copies[name], part.start, part.whole) for name, part in parts.items()}
         save = _Save(step, parts, shards.total_bytes(tensors, columns), record, best)
         if not self._side:
-            self._side.append(dist.side_group())
+            self._side.append(dist.background_group())
         self._saving = Background(lambda: self._save(save, self._side[0]))
         return self.directory(step)
 
@@ -212,7 +212,7 @@ class Checkpoints:
     @contextmanager
     def _stage(self, step: int, group: dist.Group) -> Iterator[None]:
         """A stage of a save: what one rank cannot do ends the save on all of them."""
-        with dist.together(group):
+        with dist.raise_on_all_ranks(group):
             try:
                 yield
             except OSError as error:
@@ -254,9 +254,9 @@ class Checkpoints:
             self.warn(f"{leftover} is half-written (its save was killed) and is ignored")
         loaded = self._newest()
         if loaded is not None:
-            with dist.together(), files.explained(self.root):
+            with dist.raise_on_all_ranks(), files.explained(self.root):
                 if dist.is_main():
-                    self._kept.put_right(loaded.step)
+                    self._kept.repair_pointers(loaded.step)
                     self._kept.retain(loaded.step)
         return loaded
 
@@ -268,7 +268,7 @@ class Checkpoints:
     def _newest(self) -> Loaded | None:
         self.wait()
         steps: list[int] = []
-        with dist.together():
+        with dist.raise_on_all_ranks():
             if dist.is_main():
                 steps = self.steps()
         steps = dist.broadcast_object(steps)
@@ -281,7 +281,7 @@ class Checkpoints:
                 self.warn(f"going on from step {step}, the newest checkpoint that is whole")
             return loaded
         if steps:
-            raise dist.said_once(
+            raise dist.raised_by_rank_0(
                 UserError(
                     f"none of the {len(steps)} checkpoints can be used (named above)",
                     where=str(self.root),
@@ -298,17 +298,19 @@ class Checkpoints:
         if which == "latest":
             loaded = self._newest()
             if loaded is None:
-                raise dist.said_once(UserError("there is no checkpoint", where=str(self.root), fix="train first"))
+                raise dist.raised_by_rank_0(
+                    UserError("there is no checkpoint", where=str(self.root), fix="train first")
+                )
             return loaded
         self.wait()
         directory = self.root
-        with dist.together():
+        with dist.raise_on_all_ranks():
             if dist.is_main():
                 directory = self._find(which)
         directory = dist.broadcast_object(directory)
         found = self._load(directory)
         if isinstance(found, str):
-            raise dist.said_once(UserError(f"damaged: {found}", str(directory), "load another checkpoint"))
+            raise dist.raised_by_rank_0(UserError(f"damaged: {found}", str(directory), "load another checkpoint"))
         return found
 
     def _find(self, which: int | str | Path) -> Path:
@@ -344,7 +346,7 @@ class Checkpoints:
         """
         found: Manifest | str = ""
         state: tuple[Any, ...] = ()
-        with dist.together(group):
+        with dist.raise_on_all_ranks(group):
             if dist.is_main():
                 try:
                     found = manifest.read(directory)

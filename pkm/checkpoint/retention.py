@@ -18,7 +18,7 @@ from pkm.errors import UserError
 _NAME = re.compile(r"step-(\d{7,})")
 
 
-class Kept:
+class Retention:
     """The checkpoints below `root`, of which the newest `keep` stay, and the best one besides."""
 
     def __init__(self, root: Path, keep: int):
@@ -96,7 +96,7 @@ class Kept:
         marked = (step for step in reversed(self.steps()) if manifest.says_best(self.directory(step)))
         return next(filter(self.intact, marked), None)
 
-    def put_right(self, latest: int) -> None:
+    def repair_pointers(self, latest: int) -> None:
         """Make the pointers what they were when the checkpoint of step `latest` was the newest.
 
         A save may have been killed between its rename and its pointers, and later checkpoints may be damaged.

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel
 
-from pkm.config.schema_node import NULLS, Allowed, nearest
+from pkm.config.schema_node import NULLS, SchemaNode, nearest
 from pkm.config.validate import Checked, check_tree
 from pkm.config.yaml_tree import Node, Place, Scalar, merge, parse
 from pkm.errors import UserError, UserErrors
@@ -53,7 +53,7 @@ def load(
 
     Raises UserErrors with every mistake of every file and argument.
     """
-    reading = _Reading(Allowed.by(schema))
+    reading = _Reading(SchemaNode.by(schema))
     tree = reading.file(Path(path), None, ())
     for argument in overrides:
         override = reading.override(argument)
@@ -109,7 +109,7 @@ _Dumper.add_representer(list, _represent_list)
 class _Reading:
     """The files and arguments of one load, and the mistakes in them."""
 
-    def __init__(self, allowed: Allowed):
+    def __init__(self, allowed: SchemaNode):
         self.allowed = allowed
         self.errors: list[tuple[Place, UserError]] = []
         self.sources: list[str] = []

@@ -34,7 +34,7 @@ class Mismatch(Exception):
 
 
 @dataclass(frozen=True)
-class Allowed:
+class SchemaNode:
     """A node of a JSON schema, and the definitions that it refers to."""
 
     schema: dict[str, Any]
@@ -42,7 +42,7 @@ class Allowed:
 
     @classmethod
     @cache  # pydantic takes longer to make a schema than a config takes to read
-    def by(cls, model: type[BaseModel]) -> Allowed:
+    def by(cls, model: type[BaseModel]) -> SchemaNode:
         schema = model.model_json_schema()
         return cls(schema, schema.get("$defs", {}))
 
@@ -64,31 +64,33 @@ class Allowed:
     def kinds(self) -> frozenset[str]:
         return frozenset().union(*(_kinds(choice) for choice in self.choices))
 
-    def section(self, given: dict[str, Any]) -> dict[str, Allowed] | None:
+    def section(self, given: dict[str, Any]) -> dict[str, SchemaNode] | None:
         """The keys that a section with the scalars `given` may have; None if any key will do."""
         objects = [choice for choice in self.choices if "properties" in choice]
         if not objects or any(choice.get("additionalProperties", True) is not False for choice in objects):
             return None
         # Of several kinds of section, those that a constant key (`kind: jsonl`) leaves.
         fitting = [choice for choice in objects if _constants_agree(choice, given)] or objects
-        return {key: Allowed(child, self.definitions) for each in fitting for key, child in each["properties"].items()}
+        return {
+            key: SchemaNode(child, self.definitions) for each in fitting for key, child in each["properties"].items()
+        }
 
-    def value(self, key: str) -> Allowed:
+    def value(self, key: str) -> SchemaNode:
         """What an open section may hold under `key`."""
         for choice in self.choices:
             child = choice.get("properties", {}).get(key, choice.get("additionalProperties"))
             if isinstance(child, dict):
-                return Allowed(child, self.definitions)
-        return Allowed({}, self.definitions)
+                return SchemaNode(child, self.definitions)
+        return SchemaNode({}, self.definitions)
 
-    def item(self, index: int) -> Allowed:
+    def item(self, index: int) -> SchemaNode:
         """What a list may hold at `index`."""
         for choice in self.choices:
             if index < len(choice.get("prefixItems", ())):
-                return Allowed(choice["prefixItems"][index], self.definitions)
+                return SchemaNode(choice["prefixItems"][index], self.definitions)
             if isinstance(choice.get("items"), dict):
-                return Allowed(choice["items"], self.definitions)
-        return Allowed({}, self.definitions)
+                return SchemaNode(choice["items"], self.definitions)
+        return SchemaNode({}, self.definitions)
 
     def keys(self, prefix: str = "") -> Iterator[str]:
         """Every dotted key of every section below."""
@@ -156,7 +158,7 @@ def _constants_agree(choice: dict[str, Any], given: dict[str, Any]) -> bool:
 BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
 
 
-def _words(choice: dict[str, Any], allowed: Allowed) -> str:
+def _words(choice: dict[str, Any], allowed: SchemaNode) -> str:
     if constants := _constants(choice):
         listed = ", ".join(_yaml_word(constant) for constant in constants)
         return listed if len(constants) == 1 else f"one of: {listed}"
@@ -177,12 +179,12 @@ def _words(choice: dict[str, Any], allowed: Allowed) -> str:
     return f"{name} {bounds}" if bounds else name
 
 
-def _list_words(choice: dict[str, Any], allowed: Allowed) -> str:
+def _list_words(choice: dict[str, Any], allowed: SchemaNode) -> str:
     fixed = len(choice.get("prefixItems", ()))
     least, most = choice.get("minItems", 0), choice.get("maxItems")
     size = f"{fixed} values" if fixed else f"at least {least} values" if least else ""
     size = f"{least} values" if least and least == most else size
-    item = Allowed(choice["prefixItems"][0] if fixed else choice.get("items", {}), allowed.definitions).words
+    item = SchemaNode(choice["prefixItems"][0] if fixed else choice.get("items", {}), allowed.definitions).words
     return f"a list of {size}, each {item}" if size else f"a list, each item {item}"
 
 
@@ -190,7 +192,7 @@ def _yaml_word(constant: Any) -> str:
     return {None: "null", True: "true", False: "false"}.get(constant, str(constant))
 
 
-def _instead_of_null(allowed: Allowed) -> str | None:
+def _instead_of_null(allowed: SchemaNode) -> str | None:
     return "write none" if allowed.nearest_choice("null") == "none" else "give a value, or remove the key"
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from pkm.config.schema_node import Allowed, Mismatch, nearest
+from pkm.config.schema_node import Mismatch, SchemaNode, nearest
 from pkm.config.yaml_tree import Node, Place, Scalar
 from pkm.errors import UserError
 
@@ -23,7 +23,7 @@ class Checked:
 
 def check_tree(tree: Node, schema: type[BaseModel], path: str, complete: bool = True) -> Checked:
     """complete  False if keys may be missing only because a file could not be read: then none is reported missing."""
-    reading = _Reading(Allowed.by(schema))
+    reading = _Reading(SchemaNode.by(schema))
     data = reading.section(tree, reading.root, "")
     checked = Checked(errors=reading.errors)
     bad = reading.bad
@@ -50,7 +50,7 @@ def check_tree(tree: Node, schema: type[BaseModel], path: str, complete: bool = 
 class _Reading:
     """The tree -> plain data of the kinds that the schema wants, and what could not be read."""
 
-    def __init__(self, root: Allowed):
+    def __init__(self, root: SchemaNode):
         self.root = root
         self.all_keys = list(root.keys())
         self.errors: list[tuple[Place, UserError]] = []
@@ -61,7 +61,7 @@ class _Reading:
         self.bad.add(key)
         self.errors.append((place, UserError(what, str(place), fix)))
 
-    def value(self, node: Node, allowed: Allowed, key: str) -> Any:
+    def value(self, node: Node, allowed: SchemaNode, key: str) -> Any:
         if isinstance(node.value, Scalar):
             return self.scalar(node, allowed, key)
         is_section = isinstance(node.value, dict)
@@ -70,11 +70,11 @@ class _Reading:
             return None
         return self.section(node, allowed, key) if is_section else self.items(node, allowed, key)
 
-    def items(self, node: Node, allowed: Allowed, key: str) -> list[Any]:
+    def items(self, node: Node, allowed: SchemaNode, key: str) -> list[Any]:
         assert isinstance(node.value, list)
         return [self.value(child, allowed.item(i), f"{key}[{i}]") for i, child in enumerate(node.value)]
 
-    def scalar(self, node: Node, allowed: Allowed, key: str) -> Any:
+    def scalar(self, node: Node, allowed: SchemaNode, key: str) -> Any:
         assert isinstance(node.value, Scalar)
         try:
             return allowed.read(node.value)
@@ -87,7 +87,7 @@ class _Reading:
             self.wrong(node.place, key, f"{key} must be {allowed.words}; found {found(node)}", fix)
             return None
 
-    def section(self, node: Node, allowed: Allowed, key: str) -> dict[str, Any]:
+    def section(self, node: Node, allowed: SchemaNode, key: str) -> dict[str, Any]:
         assert isinstance(node.value, dict)
         texts = {name: child.value.text for name, child in node.value.items() if isinstance(child.value, Scalar)}
         known = allowed.section(texts)
@@ -103,7 +103,7 @@ class _Reading:
                 self._unknown(name, child, known, prefix, data)
         return {name: value for name, value in data.items() if prefix + name not in self.bad}
 
-    def _unknown(self, name: str, node: Node, known: dict[str, Allowed], prefix: str, data: dict[str, Any]) -> None:
+    def _unknown(self, name: str, node: Node, known: dict[str, SchemaNode], prefix: str, data: dict[str, Any]) -> None:
         guess = nearest(name, [key for key in known if key not in data]) or nearest(name, list(known))
         elsewhere = [key for key in self.all_keys if key.rsplit(".", 1)[-1] == name]
         for place in (*node.overridden, node.place):
@@ -112,7 +112,7 @@ class _Reading:
         if guess and guess not in data and not elsewhere:
             self._go_on_as(node, known[guess], prefix + guess, guess, data)
 
-    def _go_on_as(self, node: Node, allowed: Allowed, key: str, name: str, data: dict[str, Any]) -> None:
+    def _go_on_as(self, node: Node, allowed: SchemaNode, key: str, name: str, data: dict[str, Any]) -> None:
         """Read a misspelt key as the one it most likely means, so that what depends on that is checked as meant."""
         trial = _Reading(self.root)
         value = trial.value(node, allowed, key)
@@ -123,7 +123,7 @@ class _Reading:
             self.guessed.add(key)
 
 
-def _advice(name: str, prefix: str, guess: str | None, elsewhere: list[str], known: dict[str, Allowed]) -> str:
+def _advice(name: str, prefix: str, guess: str | None, elsewhere: list[str], known: dict[str, SchemaNode]) -> str:
     if name == "base":
         return "`base:` stands at the top of a file"
     if elsewhere and not (guess and nearest(name, [guess], 0.85)):
@@ -163,7 +163,7 @@ def _within(key: str, outer: str) -> bool:
     return key == outer or key.startswith((f"{outer}.", f"{outer}["))
 
 
-def _explain(key: str, problem: Any, tree: Node, root: Allowed, path: str) -> tuple[Place, UserError]:
+def _explain(key: str, problem: Any, tree: Node, root: SchemaNode, path: str) -> tuple[Place, UserError]:
     node, allowed, reached = _at(key, tree, root)
     place = node.place if reached else (node.place if node is not tree else Place(path, 0))
     if problem["type"] == "missing" and not reached:
@@ -180,14 +180,14 @@ def _explain(key: str, problem: Any, tree: Node, root: Allowed, path: str) -> tu
     return place, UserError(f"{key} must be {words}; found {found(node)}", str(place), advice)
 
 
-def _how_to_add(key: str, allowed: Allowed) -> str:
+def _how_to_add(key: str, allowed: SchemaNode) -> str:
     description = allowed.schema.get("description", "").split("\n")[0]
     needed = [name for choice in allowed.choices for name in choice.get("required", ())]
     holds = f"a section with {', '.join(needed)}" if needed else allowed.words
     return f"add `{key.rsplit('.', 1)[-1]}:` ({holds})" + (f": {description}" if description else "")
 
 
-def _at(key: str, tree: Node, root: Allowed) -> tuple[Node, Allowed, bool]:
+def _at(key: str, tree: Node, root: SchemaNode) -> tuple[Node, SchemaNode, bool]:
     """The node at a dotted key, or the last one before it; what is allowed at the key; whether the node is there."""
     node, allowed, reached = tree, root, True
     for part in key.replace("[", ".[").split("."):

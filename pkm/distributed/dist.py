@@ -13,7 +13,7 @@ import torch
 import torch.distributed as td
 
 from pkm.distributed import rendezvous
-from pkm.errors import ToldElsewhere, UserError
+from pkm.errors import ReportedByOtherRank, UserError
 
 T = TypeVar("T")
 Group: TypeAlias = "td.ProcessGroup | None"
@@ -69,7 +69,7 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def side_group() -> Group:
+def background_group() -> Group:
     """Another way to all ranks, for a thread of its own: its collectives may pass those of the main thread."""
     return td.new_group(backend="gloo", timeout=timedelta(hours=6)) if world_size() > 1 else None
 
@@ -93,7 +93,7 @@ def gather_objects(obj: T, group: Group = None) -> list[T]:
 
 
 @contextmanager
-def together(group: Group = None) -> Iterator[None]:
+def raise_on_all_ranks(group: Group = None) -> Iterator[None]:
     """A UserError that any rank meets inside is raised on every rank at the end, so that none waits for another.
 
     It is that of the lowest rank that met one; on the other ranks it is a ReportedByOtherRank.
@@ -109,12 +109,12 @@ def together(group: Group = None) -> Iterator[None]:
         return
     if error is not None and first == rank():
         raise error
-    raise ToldElsewhere(*cast(Any, met[first])) from error
+    raise ReportedByOtherRank(*cast(Any, met[first])) from error
 
 
-def said_once(error: UserError) -> UserError:
+def raised_by_rank_0(error: UserError) -> UserError:
     """An error that every rank meets alike, to raise: rank 0 says it for all of them."""
-    return error if is_main() else ToldElsewhere(error.what, error.where, error.fix)
+    return error if is_main() else ReportedByOtherRank(error.what, error.where, error.fix)
 
 
 def loss_of_rank(error: BaseException | None) -> str | None:

@@ -30,7 +30,7 @@ WORD = struct.Struct("!i")  # the number of a rank that has died, or:
 GOODBYE = -1
 
 
-class Peers:
+class RankWatchdog:
     """The other ranks of a run, from `watch` to `leave`. Alone it does nothing.
 
     lost    called in a thread, with what happened, when a rank has died and the main thread has not called `ending` within

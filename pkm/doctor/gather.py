@@ -56,7 +56,7 @@ class Found(Generic[T]):
         return Finding(about, "fail", "; ".join(f"rank {named(who)}: {why}" for why, who in ranks.items()), advice)
 
 
-def everyones(check: Callable[[], T]) -> Found[T]:
+def gather_results(check: Callable[[], T]) -> Found[T]:
     """What `check` returns on each rank, or what it raises there."""
     mine: tuple[T | None, str | None]
     try:

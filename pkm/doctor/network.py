@@ -14,7 +14,7 @@ import torch.distributed as td
 from pkm.config.schema import Config
 from pkm.distributed import dist
 from pkm.doctor.finding import Finding
-from pkm.doctor.gather import everyones
+from pkm.doctor.gather import gather_results
 from pkm.errors import UserError
 from pkm.format import size
 from pkm.model.cost import parameters, vocab_size_of
@@ -32,7 +32,7 @@ CLOCK_FAIL_SECONDS = 300.0
 
 def gloo(config: Config | None) -> Finding:
     """Sums of numbers on the CPU, which a run exchanges also where it trains on GPUs."""
-    found = everyones(lambda: all_reduce_seconds("cpu", GLOO_SIZES))
+    found = gather_results(lambda: all_reduce_seconds("cpu", GLOO_SIZES))
     return found.failure("gloo") or speed("gloo", found.results, config)
 
 
@@ -47,7 +47,7 @@ def nccl(config: Config | None) -> Finding:
         group = td.new_group(backend="nccl", timeout=timedelta(seconds=NCCL_SECONDS))
         return all_reduce_seconds(device, NCCL_SIZES, group)
 
-    found = everyones(between_gpus)
+    found = gather_results(between_gpus)
     advice = "NCCL_DEBUG=INFO tells more; name the network that the nodes share in NCCL_SOCKET_IFNAME"
     return found.failure("nccl", advice) or speed("nccl", found.results, config)
 
@@ -105,7 +105,7 @@ def clocks(hosts: Sequence[str]) -> Finding:
     # One rank of every node; on a single node the last one, since asking costs nothing.
     first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
     asked = sorted({*first.values(), dist.world_size() - 1} - {0})
-    found = everyones(lambda: {rank: offset(rank) for rank in asked})
+    found = gather_results(lambda: {rank: offset(rank) for rank in asked})
     return found.failure("clocks") or farthest(found.results[0])
 
 

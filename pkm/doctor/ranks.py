@@ -21,7 +21,7 @@ from pkm.config.schema import Config
 from pkm.distributed import dist
 from pkm.doctor import network, shared_files
 from pkm.doctor.finding import Finding, Status
-from pkm.doctor.gather import Found, everyones, join, named
+from pkm.doctor.gather import Found, gather_results, join, named
 from pkm.doctor.node import examine as examine_machine
 from pkm.doctor.node import examine_rank
 from pkm.errors import UserError
@@ -39,15 +39,15 @@ def examine(resolved: Resolved[Config] | UserError | None) -> Iterator[Finding]:
     # Before the ranks meet, since a rank alone computes for as long as it likes.
     own = [] if isinstance(resolved, UserError) else list(by_itself(config))
     join()
-    kinds = everyones(lambda: kind_of(config))
+    kinds = gather_results(lambda: kind_of(config))
     kind = "cuda" if set(kinds.results) == {"cuda"} and not kinds.problems else "cpu"
-    places = everyones(lambda: place(kind))
+    places = gather_results(lambda: place(kind))
     yield places.failure("ranks") or where_ranks_are(places.results)
-    yield same("software", everyones(software), "install the same versions on all nodes")
+    yield same("software", gather_results(software), "install the same versions on all nodes")
     if resolved is not None:
         yield from same_run(resolved)
     if not places.problems:
-        yield from merged(everyones(lambda: own).results, [at.host for at in places.results])
+        yield from merged(gather_results(lambda: own).results, [at.host for at in places.results])
         yield network.clocks([at.host for at in places.results])
     yield network.gloo(config)
     if kind == "cuda":
@@ -165,12 +165,14 @@ def same_run(resolved: Resolved[Config] | UserError) -> Iterator[Finding]:
 
         return {"fingerprint": open_corpus(mine().config.corpus.path).fingerprint[:12]}
 
-    read = everyones(settings)
+    read = gather_results(settings)
     if isinstance(resolved, UserError) and not read.results:
         raise resolved
     yield same("config", read, "start all ranks with the same file, in the same directory")
-    yield same("precision", everyones(precision), "set device and precision instead of auto, or use nodes of one kind")
-    yield same("same corpus", everyones(corpus), "put the corpus where all nodes see it")
+    yield same(
+        "precision", gather_results(precision), "set device and precision instead of auto, or use nodes of one kind"
+    )
+    yield same("same corpus", gather_results(corpus), "put the corpus where all nodes see it")
     if isinstance(resolved, Resolved):
         yield from batch(resolved, dist.world_size())
 

@@ -47,13 +47,13 @@ def _train(config: Config, deadline: float) -> tuple[list[float], str]:
     """Losses in nats per token, step by step, until the steps are done, the loss is low or the time is over."""
     import torch
 
-    from pkm.device import pick_device, set_up
+    from pkm.device import configure_torch, pick_device
     from pkm.model.transformer import build_model
     from pkm.train.optim import build_optimizers
 
     device = pick_device(config)
     threads = torch.get_num_threads()
-    set_up(config, device)
+    configure_torch(config, device)
     # So small a model is no faster on several threads, and on a busy machine much slower.
     torch.set_num_threads(1)
     model = build_model(config, VOCABULARY).to(device)

@@ -19,7 +19,7 @@ from pkm import files
 from pkm.config.schema import Config
 from pkm.distributed import dist
 from pkm.doctor.finding import Finding
-from pkm.doctor.gather import everyones, named
+from pkm.doctor.gather import gather_results, named
 
 RUNS = Path("runs")
 VISIBLE_SECONDS = 70.0
@@ -67,9 +67,9 @@ def renames(folder: Path) -> Finding:
 def rename(name: Path, content: str) -> list[float | None] | Finding:
     """Of each rank, the seconds until it reads `content` there, which rank 0 renamed; None where it did not."""
     # A rank that has looked before may go on with what it remembers.
-    everyones(name.exists)
-    written = everyones(lambda: files.atomic_write(name, content) if dist.is_main() else None)
-    seen = everyones(lambda: seconds_until(lambda: name.read_text() == content))
+    gather_results(name.exists)
+    written = gather_results(lambda: files.atomic_write(name, content) if dist.is_main() else None)
+    seen = gather_results(lambda: seconds_until(lambda: name.read_text() == content))
     return written.failure("shared files") or seen.failure("shared files") or seen.results
 
 
@@ -92,8 +92,8 @@ def parts(folder: Path) -> Finding:
         seconds_until(lambda: all(map(is_whole, ranks)))
         return [rank for rank in ranks if not is_whole(rank)]
 
-    broken = everyones(write).failure("parts", "every rank must be able to write and sync where the run is")
-    found = everyones(missing)
+    broken = gather_results(write).failure("parts", "every rank must be able to write and sync where the run is")
+    found = gather_results(missing)
     broken = broken or found.failure("parts")
     if broken:
         return broken
@@ -116,8 +116,8 @@ def locks(folder: Path) -> Finding:
             return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
         return True
 
-    first = everyones(lambda: take() if dist.is_main() else True)
-    others = everyones(lambda: False if dist.is_main() else take())
+    first = gather_results(lambda: take() if dist.is_main() else True)
+    others = gather_results(lambda: False if dist.is_main() else take())
     for file in opened:
         os.close(file)
     broken = first.failure("locks") or others.failure("locks")

@@ -41,7 +41,7 @@ def report(run: Run, config: Config, corpus: Corpus, model: Transformer, stop: S
     run.metrics.write(config.optim.steps, "test", **evaluation.record())
     record = report_record(config, model, best.step, evaluation, speed, fitted)
     text = report_markdown(record, evaluation, speed)
-    with dist.together():
+    with dist.raise_on_all_ranks():
         if dist.is_main():
             atomic_write(run.directory / "report.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
             atomic_write(run.directory / "report.md", text)

@@ -14,7 +14,7 @@ from typing import Any
 from pkm.checkpoint.checkpoints import Checkpoints
 from pkm.config.schema import Config
 from pkm.corpus.store import open_corpus
-from pkm.device import pick_device, set_up
+from pkm.device import configure_torch, pick_device
 from pkm.errors import UserError
 from pkm.evaluation.evaluate import measure_speed
 from pkm.files import atomic_write, read_json
@@ -32,7 +32,7 @@ def time_run(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
     UserError if the corpus is not prepared or has no test split.
     """
     device = pick_device(config)
-    set_up(config, device)
+    configure_torch(config, device)
     trained = bool(Checkpoints(config.directory / "checkpoints", keep=config.checkpoint.keep).steps())
     if trained:
         found = load_trained(config.directory, "best", (f"corpus.path={json.dumps(str(config.corpus.path))}",))

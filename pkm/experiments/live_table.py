@@ -24,7 +24,7 @@ STYLES = {"finished": "green", "failed": "bold red", "stopped": "yellow", "elsew
 OVER = ("finished", "stopped", "failed", "elsewhere")
 
 
-class Board:
+class LiveTable:
     """Told of events by the pool; `tick` now and then, to show how things stand."""
 
     def __init__(self, estimator: Estimator, console: Console | None = None):

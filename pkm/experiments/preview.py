@@ -15,7 +15,7 @@ from pkm.experiments.jobs import SPEED, TRAIN, Job
 from pkm.experiments.workers import Worker
 from pkm.format import amount, roughly, size
 from pkm.model.cost import parameters
-from pkm.run.lock import held
+from pkm.run.lock import lock_holder
 
 
 def plan(jobs: Sequence[Job], estimator: Estimator, workers: Sequence[Worker]) -> Iterator[Table | str]:
@@ -82,7 +82,7 @@ def _remark(job: Job, estimate: Estimate) -> str:
         said = "timed only" if estimate.speed else "timed already"
     elif not estimate.train:
         said = "finished" + (", to be timed" if estimate.speed else "")
-    elif holder := held(job.directory / "lock"):
+    elif holder := lock_holder(job.directory / "lock"):
         said = f"at work: {holder}"
     elif step := job.saved_step():
         said = f"goes on after step {step}"

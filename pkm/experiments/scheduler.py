@@ -15,26 +15,26 @@ from typing import Any
 from pkm import files
 from pkm.evaluation.speed import measured_here
 from pkm.experiments.jobs import Job
-from pkm.experiments.live_table import Board
+from pkm.experiments.live_table import LiveTable
 from pkm.experiments.task import Task
-from pkm.experiments.workers import Child, Worker, speed_command, train_command
-from pkm.run.lock import held
+from pkm.experiments.workers import RunProcess, Worker, speed_command, train_command
+from pkm.run.lock import lock_holder
 from pkm.run.status import mark_failed, read_status
 
 POLL_SECONDS = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Pool:
+class Scheduler:
     """tasks[i] is what became of jobs[i]."""
 
-    def __init__(self, jobs: Sequence[Job], workers: Sequence[Worker], board: Board, time_again: bool = False):
+    def __init__(self, jobs: Sequence[Job], workers: Sequence[Worker], board: LiveTable, time_again: bool = False):
         self.tasks = [Task(job) for job in jobs]
         self.workers, self.board, self.time_again = list(workers), board, time_again
         self.stopped_by: str | None = None
         """The signal that ended it."""
         self._signals = 0
-        self._children: list[tuple[Task, Child]] = []
+        self._children: list[tuple[Task, RunProcess]] = []
 
     def run(self) -> None:
         """Train what is not finished, measure what is not measured. Nothing is raised for a run that fails."""
@@ -69,7 +69,7 @@ class Pool:
         """The next run that nobody is at work on."""
         for task in self.tasks:
             if task.state in ("waiting", "elsewhere"):
-                holder = held(task.job.directory / "lock")
+                holder = lock_holder(task.job.directory / "lock")
                 if holder is None and task.state == "elsewhere" and task.job.is_finished():
                     self._finish(task)  # by who was at work on it
                 elif holder is None:
@@ -81,11 +81,11 @@ class Pool:
     def _start(self, task: Task, worker: Worker, command: list[str], output: str) -> None:
         task.state = "running" if output == "output.txt" else "timing"
         with files.explained(task.job.directory):
-            child = Child(task.job, worker, command, task.job.directory / output)
+            child = RunProcess(task.job, worker, command, task.job.directory / output)
         self._children.append((task, child))
         self.board.started(task)
 
-    def _wait(self) -> Iterator[tuple[Task, Child]]:
+    def _wait(self) -> Iterator[tuple[Task, RunProcess]]:
         """The children that ended meanwhile; those that go on are told of signals that came."""
         time.sleep(POLL_SECONDS)
         for task, child in list(self._children):
@@ -99,7 +99,7 @@ class Pool:
                 yield task, child
         self.board.tick()
 
-    def _trained(self, task: Task, child: Child) -> None:
+    def _trained(self, task: Task, child: RunProcess) -> None:
         job, code = task.job, child.process.returncode
         if job.is_finished():
             self._finish(task)
@@ -110,7 +110,7 @@ class Pool:
             self._end(
                 task, "stopped", "before it could save" if task.progress.step == 0 else "goes on from its last save"
             )
-        elif (holder := held(job.directory / "lock")) is not None:
+        elif (holder := lock_holder(job.directory / "lock")) is not None:
             self._end(task, "elsewhere", holder)
         else:
             reason = child.reason()

@@ -81,7 +81,7 @@ def speed_command(job: Job) -> list[str]:
 
 
 @dataclass
-class Child:
+class RunProcess:
     """A process that works on a job; what it says goes to a file."""
 
     job: Job

@@ -51,5 +51,5 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
 def load_weights(model: Transformer, loaded: Loaded) -> None:
     """Copy a checkpoint's weights and running statistics into `model`."""
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    with dist.together():
+    with dist.raise_on_all_ranks():
         loaded.copy_into(weights, column_sharded(model, weights), prefix="model.")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pkm.memory.kernels import read_op
 from pkm.memory.kernels.adam_step import AdamStep
 
-_tickets = itertools.count(1)
+_table_ids = itertools.count(1)
 
 
 class RowGradient(NamedTuple):
@@ -40,7 +40,7 @@ class Values(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(slots, dim).normal_(std=std or dim**-0.5))
         # A tensor, so that all tables of a size share compiled code: a number would be a constant of it.
-        self.ticket = torch.tensor(0, device="cpu")
+        self.table_id = torch.tensor(0, device="cpu")
         self.collects = False
         self.inside_backward: Callable[[], AdamStep] | None = None
         self._gradient: RowGradient | None = None
@@ -49,8 +49,8 @@ class Values(nn.Module):
         """From now on keep compact gradients of the rows that were read instead of `weight.grad`."""
         self.weight.requires_grad_(False)
         self.weight.grad = None
-        self.collects, self.ticket = True, torch.tensor(next(_tickets), device="cpu")
-        read_op.RECEIVERS[int(self.ticket)] = self
+        self.collects, self.table_id = True, torch.tensor(next(_table_ids), device="cpu")
+        read_op.RECEIVERS[int(self.table_id)] = self
 
     def read(
         self, indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None, kernels: str = "reference"
@@ -62,7 +62,7 @@ class Values(nn.Module):
         if self.collects and torch.is_grad_enabled() and not weights.requires_grad:
             # Backward must pass here for the rows' sake even where nothing before needs a gradient.
             weights = weights.detach().requires_grad_()
-        return read_op.read(self.weight, indices, weights, self.ticket, dtype or self.weight.dtype, kernels)
+        return read_op.read(self.weight, indices, weights, self.table_id, dtype or self.weight.dtype, kernels)
 
     def gradient(self) -> RowGradient | None:
         """Sum over all backward passes since `.clear_gradient()`; None if no row was read."""

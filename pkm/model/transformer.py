@@ -114,7 +114,7 @@ class Transformer(nn.Module):
         super().__init__()
         model = config.model
         self.context = config.corpus.context
-        self.recompute = False
+        self.activation_checkpointing = False
         self.tokens = nn.Embedding(vocab_size, model.dim)
         self.positions = nn.Embedding(self.context, model.dim)
         self.embedding_norm = nn.LayerNorm(model.dim, eps=LAYER_NORM_EPS) if model.embedding_norm else nn.Identity()
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         x = self.dropout(self.embedding_norm(x))
         for block in self.blocks:
-            again = self.recompute and self.training
+            again = self.activation_checkpointing and self.training
             x = checkpoint(block, x, mask, use_reentrant=False) if again else block(x, mask)
         return self.final_norm(x)
 

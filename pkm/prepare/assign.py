@@ -15,7 +15,7 @@ from pkm.prepare.spool import spooled_index
 AT_ONCE = 1 << 22
 
 
-class Fate(IntEnum):
+class Assignment(IntEnum):
     TRAIN = 0
     SAMPLE = 1
     """Training too, and subwords are learned from it."""
@@ -30,12 +30,12 @@ class Decision:
     """fates: (articles,) uint8 for every unit. documents and bytes by fate, over all units."""
 
     fates: list[np.ndarray]
-    documents: np.ndarray = field(default_factory=lambda: np.zeros(len(Fate), np.int64))
-    bytes: np.ndarray = field(default_factory=lambda: np.zeros(len(Fate), np.int64))
+    documents: np.ndarray = field(default_factory=lambda: np.zeros(len(Assignment), np.int64))
+    bytes: np.ndarray = field(default_factory=lambda: np.zeros(len(Assignment), np.int64))
 
     @property
     def distinct(self) -> int:
-        return int(self.documents.sum() - self.documents[Fate.DUPLICATE])
+        return int(self.documents.sum() - self.documents[Assignment.DUPLICATE])
 
 
 def decide(stems: Sequence[Path], valid: int, test: int, sample_bytes: int, keep_duplicates: bool) -> Decision:
@@ -57,8 +57,8 @@ def decide(stems: Sequence[Path], valid: int, test: int, sample_bytes: int, keep
         fates, ranked, sampled = _judge(entries, ranked, sampled, valid, test, sample_bytes, keep_duplicates)
         for u in np.unique(unit).tolist():
             decision.fates[u][number[unit == u]] = fates[unit == u]
-        decision.documents += np.bincount(fates, minlength=len(Fate))
-        decision.bytes += np.bincount(fates, entries["bytes"], minlength=len(Fate)).astype(np.int64)
+        decision.documents += np.bincount(fates, minlength=len(Assignment))
+        decision.bytes += np.bincount(fates, entries["bytes"], minlength=len(Assignment)).astype(np.int64)
     return decision
 
 
@@ -80,11 +80,11 @@ def _judge(
     new = np.ones(len(entries), bool)
     new[1:] = (entries["high"][1:] != entries["high"][:-1]) | (entries["low"][1:] != entries["low"][:-1])
     rank = ranked + np.cumsum(new) - 1
-    fates = np.full(len(entries), Fate.TRAIN, np.uint8)
-    fates[rank < valid + test] = Fate.TEST
-    fates[rank < valid] = Fate.VALID
-    trained = fates == Fate.TRAIN
+    fates = np.full(len(entries), Assignment.TRAIN, np.uint8)
+    fates[rank < valid + test] = Assignment.TEST
+    fates[rank < valid] = Assignment.VALID
+    trained = fates == Assignment.TRAIN
     before = sampled + np.cumsum(np.where(trained & new, entries["bytes"], 0).astype(np.int64))
-    fates[trained & new & (before - entries["bytes"] < sample_bytes)] = Fate.SAMPLE
-    fates[~new & ~(trained & keep_duplicates)] = Fate.DUPLICATE
+    fates[trained & new & (before - entries["bytes"] < sample_bytes)] = Assignment.SAMPLE
+    fates[~new & ~(trained & keep_duplicates)] = Assignment.DUPLICATE
     return fates, ranked + int(new.sum()), int(before[-1]) if len(before) else sampled

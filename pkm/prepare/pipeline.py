@@ -16,7 +16,7 @@ from pkm.corpus.store import SPLITS, Shard, ShardWriter, read_manifest, write_ma
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, fsync_tree, publish
 from pkm.prepare import tasks
-from pkm.prepare.assign import Fate, decide
+from pkm.prepare.assign import Assignment, decide
 from pkm.prepare.damage import DamageLimit, examples
 from pkm.prepare.executor import run_stage
 from pkm.prepare.input.sources import Input, Piece, list_inputs, needs_unpacking, piece_bytes, pieces_of, units_of
@@ -25,7 +25,7 @@ from pkm.prepare.spool import spooled_index
 from pkm.prepare.stage import Progress, Stage
 from pkm.prepare.subwords import learn
 from pkm.prepare.work_directory import (
-    keep_what_stands,
+    discard_stale,
     listing,
     remove_unfinished,
     settings_of,
@@ -67,7 +67,7 @@ def prepare(config: PrepareConfig, show: Show, say: Callable[[str], None]) -> Ou
     outcome = Outcome(fresh=True)
     inputs = list_inputs(config)
     with working_directory(final) as work:
-        keep_what_stands(config, inputs, work, say)
+        discard_stale(config, inputs, work, say)
         damage = _read(config, inputs, work, show, outcome)
         _decide(config, damage, work, say)
         _learn(config, work, show, say, outcome)
@@ -179,14 +179,14 @@ def _decide(config: PrepareConfig, damage: DamageLimit, work: Path, say: Callabl
     trained = [_train_bytes(stem, fates) for stem, fates in zip(stems, decision.fates, strict=True)]
     atomic_write(work / "groups.json", json.dumps(_groups(trained)))
     say(
-        f"{decision.distinct:,} different articles: {decision.documents[Fate.VALID]:,} valid, "
-        f"{decision.documents[Fate.TEST]:,} test; dropped: {dropped}, {decision.documents[Fate.DUPLICATE]:,} duplicates"
+        f"{decision.distinct:,} different articles: {decision.documents[Assignment.VALID]:,} valid, "
+        f"{decision.documents[Assignment.TEST]:,} test; dropped: {dropped}, {decision.documents[Assignment.DUPLICATE]:,} duplicates"
     )
 
 
 def _train_bytes(stem: Path, fates: np.ndarray) -> int:
     sizes = spooled_index(stem)["bytes"]
-    return int(sizes[fates <= Fate.SAMPLE].sum())
+    return int(sizes[fates <= Assignment.SAMPLE].sum())
 
 
 def _groups(train_bytes: list[int]) -> list[tuple[int, int, int]]:
@@ -237,7 +237,7 @@ def _assemble(config: PrepareConfig, inputs: list[Input], damage: DamageLimit, t
     shards: dict[str, list[Shard]] = {name: [] for name in SPLITS} | {"train": train}
     about, ids = tasks.load_held(work, len(train))
     ends = np.cumsum([0, *about["tokens"]])
-    for name, fate in (("valid", Fate.VALID), ("test", Fate.TEST)):
+    for name, fate in (("valid", Assignment.VALID), ("test", Assignment.TEST)):
         chosen = np.flatnonzero(about["fate"] == fate)
         if not len(chosen):
             continue
@@ -246,7 +246,9 @@ def _assemble(config: PrepareConfig, inputs: list[Input], damage: DamageLimit, t
             writer.ids.extend(ids[ends[i] : ends[i + 1]].tolist())
             writer.end_document(int(about["words"][i]), int(about["bytes"][i]))
         shards[name] = [writer.close()]
-    duplicates = sum(int((np.load(path) == Fate.DUPLICATE).sum()) for path in sorted((work / "decide").glob("*.npy")))
+    duplicates = sum(
+        int((np.load(path) == Assignment.DUPLICATE).sum()) for path in sorted((work / "decide").glob("*.npy"))
+    )
     dropped = Counter(damage.dropped) + Counter({"duplicate": duplicates})
     settings = settings_of(config)
     write_manifest(

@@ -32,7 +32,7 @@ import zstandard
 from pkm.corpus.store import ShardWriter, id_type
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, sha256
-from pkm.prepare.assign import Fate
+from pkm.prepare.assign import Assignment
 from pkm.prepare.filters import Filter
 from pkm.prepare.input import extract
 from pkm.prepare.input.readers import read_piece
@@ -211,7 +211,7 @@ def load_groups(work: Path) -> list[tuple[int, int, int]]:
     return json.loads((work / "groups.json").read_bytes())
 
 
-def _group(work: Path, rank: int, fates: tuple[Fate, ...]) -> Iterator[tuple[str, int, np.void]]:
+def _group(work: Path, rank: int, fates: tuple[Assignment, ...]) -> Iterator[tuple[str, int, np.void]]:
     """(text, fate, index entry) of the articles of a group's units that have one of `fates`, in input order."""
     first, last, _ = load_groups(work)[rank]
     for unit in range(first, last):
@@ -236,7 +236,7 @@ def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     keys: Counter[str] = Counter()
     words = done = 0
     total = max(1, load_groups(work)[rank][2])
-    for text, _, entry in _group(work, rank, (Fate.SAMPLE,)):
+    for text, _, entry in _group(work, rank, (Assignment.SAMPLE,)):
         text = normalize_xlm(text) if tokenizer.normalize else text
         found = text.split(NEWLINE) if peer else document_keys(text)
         keys.update(found)
@@ -266,9 +266,11 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     held: list[tuple[np.void, int, int, int, array]] = []
     total, done = load_groups(work)[rank][2], 0
     try:
-        for text, fate, entry in _group(work, rank, (Fate.TRAIN, Fate.SAMPLE, Fate.VALID, Fate.TEST)):
+        for text, fate, entry in _group(
+            work, rank, (Assignment.TRAIN, Assignment.SAMPLE, Assignment.VALID, Assignment.TEST)
+        ):
             size = int(entry["bytes"])
-            if fate in (Fate.VALID, Fate.TEST):
+            if fate in (Assignment.VALID, Assignment.TEST):
                 ids = array(writer.ids.typecode)
                 held.append((entry, fate, encoder.encode(text, ids), size, ids))
             else:

@@ -62,7 +62,7 @@ def listing(inputs: list[Input]) -> dict[str, Any]:
     return {"files": len(inputs), "bytes": sum(file.size for file in inputs), "listing_sha256": digest}
 
 
-def keep_what_stands(config: PrepareConfig, inputs: list[Input], work: Path, say: Callable[[str], None]) -> None:
+def discard_stale(config: PrepareConfig, inputs: list[Input], work: Path, say: Callable[[str], None]) -> None:
     """Remove what an earlier, unfinished call made from other settings or files; the rest is gone on with."""
     keys, file = _keys(config, inputs), work / "keys.json"
     then = json.loads(file.read_bytes()) if file.exists() else {}

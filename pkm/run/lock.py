@@ -142,7 +142,7 @@ class Lock:
                 os.utime(self.path)
 
 
-def held(path: Path) -> str | None:
+def lock_holder(path: Path) -> str | None:
     """Which living process holds a lock; None if none does.
 
     A holder on another machine counts as living as long as it touches its lock.

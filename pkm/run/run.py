@@ -24,8 +24,8 @@ from pkm import files
 from pkm.checkpoint.checkpoints import Checkpoints
 from pkm.config.schema import Config
 from pkm.distributed import dist
-from pkm.distributed.watchdog import Peers
-from pkm.errors import EXIT_USER_ERROR, ToldElsewhere, UserError
+from pkm.distributed.watchdog import RankWatchdog
+from pkm.errors import EXIT_USER_ERROR, ReportedByOtherRank, UserError
 from pkm.run.changes import refuse_changes
 from pkm.run.lock import Lock
 from pkm.run.metrics import Metrics
@@ -47,7 +47,7 @@ class Run:
         )
         self._lock = Lock(self.directory / "lock", self._taken_over)
         self._owner = True
-        self._peers = Peers(self._end_with)
+        self._peers = RankWatchdog(self._end_with)
         self._found: dict[str, Any] = {}
         self._reported = False
 
@@ -61,7 +61,7 @@ class Run:
         may not change (the keys are named with both values).
         """
         run = cls(config)
-        with dist.together():
+        with dist.raise_on_all_ranks():
             if dist.is_main():
                 with files.explained(run.directory):
                     run.directory.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class Run:
     ) -> None:
         self._peers.ending()
         lost = dist.loss_of_rank(error)
-        if error is not None and not isinstance(error, SystemExit | ToldElsewhere):
+        if error is not None and not isinstance(error, SystemExit | ReportedByOtherRank):
             # The disk may be full: that must not hide the error itself.
             with suppress(OSError, UserError):
                 self._fail(error, lost)

@@ -23,7 +23,7 @@ from pkm.errors import UserError
 from pkm.evaluation.speed import seems_measured
 from pkm.experiments.jobs import TRAIN, Job
 from pkm.experiments.workers import speed_command
-from pkm.run.lock import held
+from pkm.run.lock import lock_holder
 from pkm.run.status import mark_failed, read_status
 from pkm.run.stop import STOP_FILE
 from pkm.slurm import launch
@@ -35,7 +35,7 @@ TURNS = 1000
 
 
 @dataclass
-class Turn:
+class ArrayJob:
     """What a job of the array calls: train until finished or told to stop, then measure words a second where asked.
 
     submitit hears SIGUSR2, which SLURM sends before the time is over, and calls `checkpoint`; what that returns is run
@@ -83,7 +83,7 @@ class Turn:
             (self.job.directory / STOP_FILE).unlink(missing_ok=True)
         if self._code and read_status(self.job.directory).get("state") == "failed":
             return None
-        return DelayedSubmission(Turn(self.job, self.ranks, self.nodes, self.grace_seconds))
+        return DelayedSubmission(ArrayJob(self.job, self.ranks, self.nodes, self.grace_seconds))
 
     def _train_command(self) -> list[str]:
         training = [str(TRAIN), str(self.job.file), *self.job.arguments]
@@ -141,7 +141,7 @@ class Turn:
             return str(status["state"])
         if self._asked:
             return "stopped"
-        if (holder := held(self.job.directory / "lock")) is not None:
+        if (holder := lock_holder(self.job.directory / "lock")) is not None:
             return f"running elsewhere: {holder}"
         failed = status != self._before and status.get("state") == "failed"
         reason = str(status["reason"]) if failed else f"exit status {self._code}: see the job's log"
@@ -172,7 +172,7 @@ def _first_gpu() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible.split(",")[0]} if visible else {}
 
 
-def turns(jobs: Sequence[Job], asked: launch.Job) -> list[Turn]:
+def turns(jobs: Sequence[Job], asked: launch.Job) -> list[ArrayJob]:
     """What is still to be run, by nobody else.
 
     UserError(s) for mistakes in what is asked of the cluster, and for settings that cannot work on so many ranks.
@@ -186,8 +186,8 @@ def turns(jobs: Sequence[Job], asked: launch.Job) -> list[Turn]:
             continue
         if not trained:
             launch.check(asked, load(job.file, job.arguments))
-        if held(job.directory / "lock") is None and _submitted(job) not in queued:
-            left.append(Turn(job, asked.ranks, asked.nodes, grace))
+        if lock_holder(job.directory / "lock") is None and _submitted(job) not in queued:
+            left.append(ArrayJob(job, asked.ranks, asked.nodes, grace))
     return left
 
 
@@ -240,7 +240,7 @@ def parameters(asked: launch.Job, at_once: int | None) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def submit(made: Any, waiting: Sequence[Turn]) -> list[Any]:
+def submit(made: Any, waiting: Sequence[ArrayJob]) -> list[Any]:
     """Hand the runs over as one array; its jobs, in order."""
     submitit = _submitit()
     try:
@@ -254,7 +254,7 @@ def submit(made: Any, waiting: Sequence[Turn]) -> list[Any]:
     return jobs
 
 
-def shown(folder: Path, asked: launch.Job, at_once: int | None, waiting: Sequence[Turn]) -> Iterator[str]:
+def shown(folder: Path, asked: launch.Job, at_once: int | None, waiting: Sequence[ArrayJob]) -> Iterator[str]:
     """What would be submitted."""
     _submitit()
     from submitit.slurm.slurm import _make_sbatch_string

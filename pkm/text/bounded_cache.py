@@ -11,7 +11,7 @@ LONGEST = 64
 """Keys of more characters are computed every time: they seldom come again, and the bound on entries is one on memory."""
 
 
-class Remembered(dict[str, Value]):
+class BoundedCache(dict[str, Value]):
     """`memory[key]` is compute(key), computed once for as long as the memory lasts.
 
     Two generations of at most `capacity` / 2 entries each: when the young one is full it becomes the old one, and what

@@ -18,7 +18,7 @@ from itertools import pairwise, repeat
 from pathlib import Path
 
 from pkm.errors import UserError, exits_cleanly
-from pkm.text.bounded_cache import Remembered
+from pkm.text.bounded_cache import BoundedCache
 from pkm.text.merges import Merges
 from pkm.text.stdin_filter import dies_with_its_reader, read_blocks, run_filter
 from pkm.text.vocab import CONTINUES, encode_file, format_counts, read_counts, read_lines
@@ -183,7 +183,7 @@ class Applier:
     """Codes applied to running text, remembering the pieces of at most `remember` words."""
 
     def __init__(self, codes: Codes, vocab: Container[str] | None = None, remember: int = 1_000_000):
-        self._pieces = Remembered(lambda word: " ".join(codes.pieces(word, vocab)) if word else "", remember)
+        self._pieces = BoundedCache(lambda word: " ".join(codes.pieces(word, vocab)) if word else "", remember)
 
     def apply(self, text: str) -> str:
         """Whole lines, newlines included, -> whole lines in pieces."""

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from pkm.errors import UserError
-from pkm.text.bounded_cache import Remembered
+from pkm.text.bounded_cache import BoundedCache
 from pkm.text.bpe import END, Codes
 from pkm.text.chunks import NEWLINE, document_keys, key_tokens
 from pkm.text.moses import Normalization, detokenize
@@ -62,8 +62,8 @@ class Encoder:
         self._symbol_ids = {} if backend == "fastbpe" else _symbol_ids(self._piece_ids)
         self._tokens = sacremoses_tokens(escape) if backend == "sacremoses" else None
         capacity = cache_megabytes * 1_000_000 // _BYTES_REMEMBERED
-        self._words = Remembered(self._word_ids, capacity // 3)
-        self._chunks = Remembered(self._chunk_ids, capacity - capacity // 3)
+        self._words = BoundedCache(self._word_ids, capacity // 3)
+        self._chunks = BoundedCache(self._chunk_ids, capacity - capacity // 3)
 
     def encode(self, text: str, out: array[int]) -> int:
         """Append the ids of a document to `out`, an array of integers that hold them; returns its Moses words."""

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Literal
 
 from pkm.errors import exits_cleanly
-from pkm.text.bounded_cache import Remembered
+from pkm.text.bounded_cache import BoundedCache
 from pkm.text.chunks import NEWLINE, document_keys, key_tokens
 from pkm.text.detokenize import detokenize
 from pkm.text.moses_rules import is_blank
@@ -36,7 +36,7 @@ class Tokenizer:
 
     def __init__(self, escape: bool = False, normalize: Normalization = None, remember: int = 1_000_000):
         self._normalize = normalize
-        self._tokens = Remembered(lambda key: key_tokens(key, escape), remember)
+        self._tokens = BoundedCache(lambda key: key_tokens(key, escape), remember)
 
     def text(self, text: str) -> str:
         """As many lines as come in. A blank line stays as it is; a closing `.'` leaves a space, as in Moses."""

@@ -11,7 +11,7 @@ from pkm.distributed import dist
 from pkm.evaluation.evaluate import recording
 from pkm.memory.usage import UsageMeter
 from pkm.model.transformer import Transformer
-from pkm.train.parallel import average_statistics, last_only
+from pkm.train.parallel import average_statistics, sync_on_last
 from pkm.train.prefetch import Batch
 
 
@@ -39,7 +39,7 @@ def backward(
     for first in range(0, len(inputs), size):
         ids, wanted = (part[first : first + size].to(device, non_blocking=True) for part in (inputs, targets))
         last = first + size >= len(inputs)
-        with last_only(module, last), autocast(device, precision), recording(model, measures):
+        with sync_on_last(module, last), autocast(device, precision), recording(model, measures):
             loss = module(ids, wanted) / config.optim.batch_tokens
             (loss * scale).backward()
         total += loss.detach()
@@ -51,7 +51,7 @@ def backward(
     return float(dist.all_reduce(total)), meters
 
 
-def rehearse(config: Config, module: nn.Module, model: Transformer, batch: Batch, precision: str) -> None:
+def warm_up_ddp(config: Config, module: nn.Module, model: Transformer, batch: Batch, precision: str) -> None:
     """One backward pass that leaves nothing behind.
 
     After its first one DDP lays out its buckets anew, and with them the order in which more than two ranks are added up:

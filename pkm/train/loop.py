@@ -22,11 +22,11 @@ from pkm.model.transformer import Transformer, column_sharded
 from pkm.run.run import Run
 from pkm.run.stop import StopFlag
 from pkm.train.clock import Clock
-from pkm.train.gradient import backward, rehearse
+from pkm.train.gradient import backward, warm_up_ddp
 from pkm.train.log_lines import log_line, progress, start_line, valid_line
 from pkm.train.optim import LossScale, Optimizers
 from pkm.train.parallel import distribute
-from pkm.train.prefetch import Ahead
+from pkm.train.prefetch import Prefetcher
 from pkm.train.profiler import profiled
 from pkm.train.state import State, save, state_tensors
 
@@ -53,7 +53,7 @@ def train(
     evaluation_steps = scored_tokens(config, corpus) / config.optim.batch_tokens
     clock = Clock(state.step, steps, config.max_minutes, spent, save_seconds, evaluation_steps)
     module, rows = distribute(model), dist.share(config.sequences)
-    ahead = Ahead(lambda step: batches.slice(step - 1, *rows), device)
+    ahead = Prefetcher(lambda step: batches.slice(step - 1, *rows), device)
     work, peak = flops(config, corpus.vocab.size).training, peak_flops(device, precision)
     model.train()
     run.status("running", state.step)
@@ -61,7 +61,7 @@ def train(
     if config.max_minutes and spent:
         run.say(f"{duration(spent)} since torchrun began, of max_minutes = {config.max_minutes:g}")
     if dist.world_size() > 1:
-        rehearse(config, module, model, ahead.take(state.step + 1), precision)
+        warm_up_ddp(config, module, model, ahead.take(state.step + 1), precision)
 
     for step in progress(run, state.step, steps):
         logs = step % config.log.every_steps == 0 or step in (1, steps)
@@ -90,7 +90,7 @@ def train(
         scale.update(overflowed=not finite)
         state.count(step, finite, scale.record())
         if state.skipped_in_a_row >= config.optim.max_skipped:
-            raise dist.said_once(
+            raise dist.raised_by_rank_0(
                 UserError(
                     f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; the checkpoints before them stay",
                     f"step {step}",

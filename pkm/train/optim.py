@@ -68,9 +68,9 @@ class DenseAdam:
         for p in self.parameters.values():
             self.adam.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         self.updates = torch.zeros((), dtype=torch.int64)
-        self.take_up()
+        self.sync_step_count()
 
-    def take_up(self) -> None:
+    def sync_step_count(self) -> None:
         """Go on from what was copied into `state_tensors`.
 
         Adam's bias correction needs the number of updates: torch keeps it for each tensor, apex for each group.
@@ -276,11 +276,11 @@ class Optimizers:
             tensors |= {f"values.{name}": t for name, t in self.values.state_tensors().items()}
         return tensors
 
-    def take_up(self) -> None:
+    def sync_step_count(self) -> None:
         """Go on from what was copied into `state_tensors`."""
         for optimizer in self._optimizers():
             if isinstance(optimizer, DenseAdam):
-                optimizer.take_up()
+                optimizer.sync_step_count()
 
     def _optimizers(self) -> list[DenseAdam | ValuesAdam]:
         return [self.dense] if self.values is None else [self.dense, self.values]

@@ -30,13 +30,13 @@ def kernels_line(config: Config) -> str:
         return f"kernels: {config.memory.kernels}; on this machine not to be told: {missing.what}"
 
 
-def prepare(model: Transformer, config: Config) -> Transformer:
+def apply_parallelism(model: Transformer, config: Config) -> Transformer:
     """Make a model that was just built run as the config asks, before it goes to its device.
 
     Blocks compiled or their activations recomputed in backward; with several ranks, BatchNorm over all of them and the
     values' columns shared out.
     """
-    model.recompute = config.parallel.activation_checkpointing
+    model.activation_checkpointing = config.parallel.activation_checkpointing
     if dist.world_size() > 1:
         for _, memory in model.memories():
             if config.parallel.batch_norm == "all ranks" and isinstance(memory.query.norm, BatchNorm):
@@ -67,7 +67,7 @@ def distribute(model: Transformer) -> nn.Module:
     return wrapped
 
 
-def last_only(module: nn.Module, last: bool) -> AbstractContextManager[object]:
+def sync_on_last(module: nn.Module, last: bool) -> AbstractContextManager[object]:
     """Within it, gradients are summed over ranks only if this is the `last` micro-batch of a step."""
     return nullcontext() if last or not isinstance(module, DDP) else module.no_sync()
 

@@ -13,7 +13,7 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets of a rank, int64 (windows, context)."""
 
 
-class Ahead:
+class Prefetcher:
     """What `read` gives for each step, in a thread of its own; pinned for a GPU, so that its copy there is asynchronous."""
 
     def __init__(self, read: Callable[[int], tuple[np.ndarray, np.ndarray]], device: torch.device):

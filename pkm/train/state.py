@@ -39,11 +39,11 @@ def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> 
     """Load the newest checkpoint that verifies into model and optimizers; the state of step 0 if there is none yet."""
     loaded = run.checkpoints.newest()
     if loaded is None:
-        with dist.together():
+        with dist.raise_on_all_ranks():
             run.metrics.cut(0)
         return State()
     if loaded.record["corpus"] != corpus.fingerprint:
-        raise dist.said_once(
+        raise dist.raised_by_rank_0(
             UserError(
                 f"the run began on another corpus ({loaded.record['corpus'][:12]}) than this one ({corpus.fingerprint[:12]})",
                 str(corpus.path),
@@ -51,9 +51,9 @@ def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> 
             )
         )
     everything = state_tensors(model, optim)
-    with dist.together():
+    with dist.raise_on_all_ranks():
         loaded.copy_into(everything, column_sharded(model, everything))
-        optim.take_up()
+        optim.sync_step_count()
         run.metrics.cut(loaded.step)
     return State(**loaded.record["state"])
 

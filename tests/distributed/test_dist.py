@@ -7,7 +7,7 @@ import torch
 
 from pkm.distributed import dist
 from pkm.distributed.torchrun import seconds_since_torchrun
-from pkm.errors import ToldElsewhere, UserError
+from pkm.errors import ReportedByOtherRank, UserError
 from pkm.run import stop
 from pkm.run.stop import StopFlag, Stopped
 from tests.support.fork import on_ranks
@@ -34,7 +34,7 @@ def test_alone_every_collective_is_a_no_op():
 
 def test_alone_an_error_of_the_main_rank_is_raised_as_it_is():
     error = UserError("wrong", "here", "repair it")
-    with pytest.raises(UserError) as caught, dist.together():
+    with pytest.raises(UserError) as caught, dist.raise_on_all_ranks():
         raise error
     assert caught.value is error
 
@@ -82,14 +82,16 @@ def test_all_ranks_agree(tmp_path):
 def test_an_error_of_any_rank_is_raised_on_all_and_said_on_one(met_by):
     def outcome(rank):
         try:
-            with dist.together():
+            with dist.raise_on_all_ranks():
                 if rank in met_by:
                     raise UserError(f"wrong on {rank}", "here", "repair it")
         except UserError as error:
             return str(error), type(error)
 
     message = f"here: wrong on {met_by[0]}\n  fix: repair it"
-    assert on_ranks(3, outcome) == [(message, UserError if rank == met_by[0] else ToldElsewhere) for rank in range(3)]
+    assert on_ranks(3, outcome) == [
+        (message, UserError if rank == met_by[0] else ReportedByOtherRank) for rank in range(3)
+    ]
 
 
 def test_a_rank_that_dies_is_noticed_by_who_waits_for_it(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import barrier
 
 from pkm.distributed import watchdog
-from pkm.distributed.watchdog import Peers
+from pkm.distributed.watchdog import RankWatchdog
 from tests.support.fork import on_ranks
 
 SECONDS = 60  # for what comes at once, on a busy machine
@@ -23,7 +23,7 @@ class Watch:
 
     def __init__(self):
         self.losses, self.lost = [], threading.Event()
-        self.peers = Peers(self.lose)
+        self.peers = RankWatchdog(self.lose)
         self.unwatched = self.peers.watch()
 
     def lose(self, what):

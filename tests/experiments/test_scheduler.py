@@ -18,8 +18,8 @@ from pkm.experiments import workers
 from pkm.experiments.estimate import Estimator
 from pkm.experiments.grid import load_grid
 from pkm.experiments.jobs import Job, list_jobs
-from pkm.experiments.live_table import Board
-from pkm.experiments.scheduler import Pool
+from pkm.experiments.live_table import LiveTable
+from pkm.experiments.scheduler import Scheduler
 from pkm.experiments.task import Progress, Task
 from pkm.experiments.workers import Worker
 from pkm.report.results import read_result
@@ -43,8 +43,8 @@ class Grids:
         self.runs.mkdir(exist_ok=True)
         (self.runs / "acts.json").write_text(json.dumps(acts))
         out = io.StringIO()
-        pool = Pool(
-            jobs, [Worker()] * at_once, Board(Estimator(), Console(file=out, width=200, force_terminal=terminal))
+        pool = Scheduler(
+            jobs, [Worker()] * at_once, LiveTable(Estimator(), Console(file=out, width=200, force_terminal=terminal))
         )
         pool.run()
         return pool, out.getvalue()
@@ -112,14 +112,14 @@ def test_a_second_signal_kills_the_runs(grids: Grids) -> None:
 
 def test_a_second_signal_at_whatever_moment_kills_the_runs(grids: Grids, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here after the runs were looked at whether they are to be killed; the run's own comes third."""
-    real, sent = workers.Child.ended, []
+    real, sent = workers.RunProcess.ended, []
 
-    def ended(child: workers.Child) -> bool:
+    def ended(child: workers.RunProcess) -> bool:
         if child.asked and not sent:
             sent.append(os.kill(os.getpid(), signal.SIGTERM))
         return real(child)
 
-    monkeypatch.setattr(workers.Child, "ended", ended)
+    monkeypatch.setattr(workers.RunProcess, "ended", ended)
     pool, _ = grids.run(grids.jobs("table3"), {"layer1-": "deaf"}, at_once=1)
     assert sent and pool.tasks[0].state == "stopped"
 
@@ -143,7 +143,7 @@ def test_the_live_table_shows_states_and_how_far_the_whole_is(grids: Grids, monk
     monkeypatch.setattr("pkm.experiments.live_table.REFRESH_SECONDS", 0.0)
     tasks = [Task(job) for job in grids.jobs("table3")]
     out = io.StringIO()
-    board = Board(Estimator(), Console(file=out, width=120, height=30, force_terminal=True))
+    board = LiveTable(Estimator(), Console(file=out, width=120, height=30, force_terminal=True))
     with board.shown(tasks, 2):
         tasks[0].state, tasks[0].reason = "failed", "the loss is not finite"
         board.ended(tasks[0])
@@ -195,7 +195,7 @@ class TestWorkers:
             command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
             and "--nproc-per-node=2" in command
         )
-        child = workers.Child(job, Worker(("0", "1")), ["sleep", "100"], job.directory / "output.txt")
+        child = workers.RunProcess(job, Worker(("0", "1")), ["sleep", "100"], job.directory / "output.txt")
         child.ask_to_stop()
         assert (job.directory / "STOP").exists() and child.process.poll() is None
         child.kill()

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkm.prepare import assign as module
-from pkm.prepare.assign import Fate, decide
+from pkm.prepare.assign import Assignment, decide
 from pkm.prepare.spool import SpoolWriter, content_hash, spooled
 
 
-def plainly(units: list[list[bytes]], valid: int, test: int, sample: int, keep: bool) -> list[list[Fate]]:
+def plainly(units: list[list[bytes]], valid: int, test: int, sample: int, keep: bool) -> list[list[Assignment]]:
     """The fates by definition: texts in ascending order of their hashes."""
     flat = [text for unit in units for text in unit]
     ranked = sorted(set(flat), key=content_hash)
-    held = {text: Fate.VALID if i < valid else Fate.TEST for i, text in enumerate(ranked[: valid + test])}
+    held = {text: Assignment.VALID if i < valid else Assignment.TEST for i, text in enumerate(ranked[: valid + test])}
     chosen, total = set(), 0
     for text in ranked[valid + test :]:
         if total < sample:
@@ -26,9 +26,9 @@ def plainly(units: list[list[bytes]], valid: int, test: int, sample: int, keep: 
     fates, seen = [], set()
     for text in flat:
         if text in seen:
-            fates.append(Fate.TRAIN if keep and text not in held else Fate.DUPLICATE)
+            fates.append(Assignment.TRAIN if keep and text not in held else Assignment.DUPLICATE)
         else:
-            fates.append(held.get(text, Fate.SAMPLE if text in chosen else Fate.TRAIN))
+            fates.append(held.get(text, Assignment.SAMPLE if text in chosen else Assignment.TRAIN))
         seen.add(text)
     ends = np.cumsum([len(unit) for unit in units]).tolist()
     return [fates[end - len(unit) : end] for unit, end in zip(units, ends, strict=True)]
@@ -67,7 +67,7 @@ def test_fates_are_those_of_the_definition_however_many_are_sorted_at_a_time(
     expected = plainly(units, valid, test, sample, keep)
     assert [fates.tolist() for fates in decision.fates] == expected
     flat = [fate for fates in expected for fate in fates]
-    assert decision.documents.tolist() == [flat.count(fate) for fate in Fate]
+    assert decision.documents.tolist() == [flat.count(fate) for fate in Assignment]
     assert decision.bytes.sum() == sum(len(text) for unit in units for text in unit)
 
 

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from pkm.config.load import dump
-from pkm.distributed.watchdog import Peers
+from pkm.distributed.watchdog import RankWatchdog
 from pkm.errors import UserError
 from pkm.run import lock
-from pkm.run.lock import Lock, held
+from pkm.run.lock import Lock, lock_holder
 from pkm.run.run import Run
 from pkm.run.status import read_status
 from pkm.run.stop import StopFlag
@@ -198,7 +198,7 @@ def test_what_is_said_is_logged(opened):
 
 
 def test_ranks_that_nobody_can_watch_are_named(opened, monkeypatch):
-    monkeypatch.setattr(Peers, "watch", lambda self: [2, 3])
+    monkeypatch.setattr(RankWatchdog, "watch", lambda self: [2, 3])
     with opened():
         assert "warning: no connection between rank 0 and these ranks: 2, 3." in opened.heard()
 
@@ -378,18 +378,18 @@ def test_a_lock_file_with_anything_in_it_is_taken(tmp_path):
 
 def test_a_lock_counts_only_while_its_holder_lives(tmp_path):
     path, here = tmp_path / "lock", socket.gethostname()
-    assert held(path) is None
+    assert lock_holder(path) is None
     lock = Lock(path)
     lock.acquire(pytest.fail)
-    assert held(path) == f"process {os.getpid()} on {here}"
+    assert lock_holder(path) == f"process {os.getpid()} on {here}"
     lock.release()
-    assert held(path) is None
+    assert lock_holder(path) is None
     # A holder that died, whose number another process has now: this one.
     path.write_text(json.dumps({"pid": os.getpid(), "host": here}))
-    assert held(path) is None
+    assert lock_holder(path) is None
     path.write_text(json.dumps({"pid": 2**22 + 1, "host": here}))
-    assert held(path) is None
+    assert lock_holder(path) is None
     path.write_text(json.dumps({"pid": 1, "host": "another"}))
-    assert held(path) == "process 1 on another"
+    assert lock_holder(path) == "process 1 on another"
     os.utime(path, (0, 0))
-    assert held(path) is None
+    assert lock_holder(path) is None

@@ -113,7 +113,7 @@ def test_many_nodes_meet_at_the_first_and_each_starts_its_share(jobs, monkeypatc
     }  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    command = job_array.Turn(jobs("table3")[0], ranks=8, nodes=2, grace_seconds=10)._train_command()
+    command = job_array.ArrayJob(jobs("table3")[0], ranks=8, nodes=2, grace_seconds=10)._train_command()
     for option in ("--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=node07:14715", "--rdzv-id=4711_3.2",
                    "--rdzv-conf=is_host=0"):  # fmt: skip
         assert option in command
@@ -144,12 +144,12 @@ def test_a_failed_run_fails_its_job_with_the_reason(jobs, monkeypatch: pytest.Mo
     (job.directory.parents[2] / "acts.json").write_text('{"": "fail"}')
     monkeypatch.setattr(job_array, "TRAIN", Path(__file__).parents[1] / "support" / "fake_train.py")
     with pytest.raises(RuntimeError, match="the loss is not finite"):
-        job_array.Turn(job, ranks=1, nodes=1, grace_seconds=5)()
+        job_array.ArrayJob(job, ranks=1, nodes=1, grace_seconds=5)()
     # What an earlier turn left is not taken for this one's.
     (job.directory / "status.json").write_text('{"state": "stopped", "step": 3, "reason": "SIGUSR1"}')
     (job.directory.parents[2] / "acts.json").write_text('{"": "error"}')
     with pytest.raises(RuntimeError, match="exit status 2"):
-        job_array.Turn(job, ranks=1, nodes=1, grace_seconds=5)()
+        job_array.ArrayJob(job, ranks=1, nodes=1, grace_seconds=5)()
     assert read_status(job.directory)["state"] == "failed"
     (job.directory.parents[2] / "acts.json").write_text("{}")
-    assert job_array.Turn(job, ranks=1, nodes=1, grace_seconds=5)() == "finished"
+    assert job_array.ArrayJob(job, ranks=1, nodes=1, grace_seconds=5)() == "finished"

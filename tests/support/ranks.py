@@ -26,7 +26,7 @@ from pkm.memory.adam import ValuesAdam
 from pkm.model.transformer import Block, build_model
 from pkm.train.gradient import backward
 from pkm.train.optim import build_optimizers
-from pkm.train.parallel import distribute, prepare
+from pkm.train.parallel import apply_parallelism, distribute
 from tests.support.tiny import tiny_config
 
 STEPS = 3
@@ -59,7 +59,7 @@ def measure(corpus_path: Path, case: str) -> dict[str, Any]:
     config = settings(corpus_path, case)
     corpus = open_corpus(corpus_path)
     with without_inductor() if config.compile else nullcontext():
-        model = prepare(build_model(config, corpus.vocab.size), config)
+        model = apply_parallelism(build_model(config, corpus.vocab.size), config)
     optim = build_optimizers(config.optim, model)
     module, precision = distribute(model), pick_precision(config, torch.device("cpu"))
     batches = TrainingBatches(corpus.train, 8, 8, seed=1)

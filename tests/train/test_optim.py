@@ -71,7 +71,7 @@ def another_step(config, model, optim):
     optim = build_optimizers(config.optim, model)
     for name, tensor in optim.state_tensors().items():
         tensor.copy_(tensors[name])
-    optim.take_up()
+    optim.sync_step_count()
     second_step(model, optim)
     return optim
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pkm.train.prefetch import Ahead
+from pkm.train.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def test_the_next_batch_is_read_while_the_last_one_is_in_use():
             read.set()
         return batch(step)
 
-    ahead = Ahead(reads, CPU)
+    ahead = Prefetcher(reads, CPU)
     inputs, targets = ahead.take(1)
     assert read.wait(60)  # without having been asked for
     assert (
@@ -32,7 +32,7 @@ def test_the_next_batch_is_read_while_the_last_one_is_in_use():
 
 
 def test_any_step_may_be_asked_for_and_again():
-    ahead = Ahead(batch, CPU)
+    ahead = Prefetcher(batch, CPU)
     assert [int(ahead.take(step)[0][0, 0]) for step in (7, 7, 8, 3, 4)] == [7, 7, 8, 3, 4]
     ahead.close()
 
@@ -43,7 +43,7 @@ def test_what_reading_raises_is_raised_where_the_batch_is_taken():
             raise OSError("the disk is gone")
         return batch(step)
 
-    ahead = Ahead(reads, CPU)
+    ahead = Prefetcher(reads, CPU)
     ahead.take(1)
     with pytest.raises(OSError, match="gone"):
         ahead.take(2)

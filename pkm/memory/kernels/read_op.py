@@ -31,7 +31,7 @@ RECEIVERS: WeakValueDictionary[int, Receiver] = WeakValueDictionary()
 
 
 @torch.library.custom_op("pkm::read", mutates_args=())
-def read(table: Tensor, indices: Tensor, weights: Tensor, ticket: Tensor, dtype: torch.dtype, kernels: str) -> Tensor:
+def read(table: Tensor, indices: Tensor, weights: Tensor, table_id: Tensor, dtype: torch.dtype, kernels: str) -> Tensor:
     """Rows of table (K, d) summed with weights: indices, weights (N, J) -> (N, d) in `dtype`. Indices below 0 add nothing.
 
     Differentiable by weights, and by the table where it requires a gradient; else its receiver gets the rows'.
@@ -46,16 +46,16 @@ def read(table: Tensor, indices: Tensor, weights: Tensor, ticket: Tensor, dtype:
 
 
 @read.register_fake
-def _(table: Tensor, indices: Tensor, weights: Tensor, ticket: Tensor, dtype: torch.dtype, kernels: str) -> Tensor:
+def _(table: Tensor, indices: Tensor, weights: Tensor, table_id: Tensor, dtype: torch.dtype, kernels: str) -> Tensor:
     return table.new_empty(indices.shape[0], table.shape[1], dtype=dtype)
 
 
 @torch.library.custom_op("pkm::read_backward", mutates_args=())
 def read_backward(
-    grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, ticket: Tensor, kernels: str
+    grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, table_id: Tensor, kernels: str
 ) -> Tensor:
     """Gradient of `read` by its weights, (N, J) in their dtype. The receiver of `table_id` gets, or applies, that of the rows."""
-    receiver = RECEIVERS.get(int(ticket))
+    receiver = RECEIVERS.get(int(table_id))
     step = receiver.step_inside_backward() if receiver is not None else None
     if kernels == "triton":
         from pkm.memory.kernels import triton_rows
@@ -73,7 +73,7 @@ def read_backward(
 
 
 @read_backward.register_fake
-def _(grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, ticket: Tensor, kernels: str) -> Tensor:
+def _(grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, table_id: Tensor, kernels: str) -> Tensor:
     return torch.empty_like(weights)
 
 
@@ -96,17 +96,17 @@ def _(grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, kernels: st
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    table, indices, weights, ticket, _, ctx.kernels = inputs
-    ctx.save_for_backward(table, indices, weights, ticket)
+    table, indices, weights, table_id, _, ctx.kernels = inputs
+    ctx.save_for_backward(table, indices, weights, table_id)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    table, indices, weights, ticket = ctx.saved_tensors
+    table, indices, weights, table_id = ctx.saved_tensors
     by_table = by_weights = None
     if ctx.needs_input_grad[0]:
         by_table = read_table_gradient(grad, table, indices, weights, ctx.kernels)
     if ctx.needs_input_grad[2]:
-        by_weights = read_backward(grad, table, indices, weights, ticket, ctx.kernels)
+        by_weights = read_backward(grad, table, indices, weights, table_id, ctx.kernels)
     return by_table, None, by_weights, None, None, None
 
 
