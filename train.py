@@ -43,7 +43,7 @@ def main() -> int:
 
     # Only now what takes seconds to import.
     from pkm.corpus.store import open_corpus
-    from pkm.device import configure_torch, pick_device
+    from pkm.device import configure_torch, decide
     from pkm.distributed import dist
     from pkm.evaluation.report import report
     from pkm.model.transformer import build_model
@@ -54,9 +54,9 @@ def main() -> int:
     from pkm.train.parallel import apply_parallelism
     from pkm.train.state import restore
 
-    device = pick_device(config)
-    configure_torch(config, device)
-    dist.start(device)
+    compute = decide(config)  # device and precision
+    configure_torch(config, compute)
+    dist.start(compute.device)
     stop = StopFlag().install()  # SIGTERM, SIGUSR1, Ctrl-C or a file STOP: save, then leave
     with dist.raise_on_all_ranks():  # what one rank cannot do ends all of them
         resolved.refuse(impossible_for(config, dist.world_size()))
@@ -66,13 +66,13 @@ def main() -> int:
         if run.is_finished(reports=corpus.test is not None):
             run.show_report()
         else:
-            model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(device)
+            model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(compute.device)
             optim = build_optimizers(config.optim, model)
             state = restore(run, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
-            state = train(config, run, corpus, model, optim, state, stop)
+            state = train(config, compute, run, corpus, model, optim, state, stop)
             if state.step == config.optim.steps:
                 with run.stops_in_report(state.step):
-                    report(run, config, corpus, model, stop)
+                    report(run, config, compute, corpus, model, stop)
                     run.status("finished", state.step, "all steps done, report written")
     dist.stop()
     return 0

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from pkm.config.schema import Config
-from pkm.device import autocast
+from pkm.device import Compute
 from pkm.model.cost import flops
 from pkm.model.transformer import build_model
 from pkm.train.optim import build_optimizers
@@ -101,7 +101,7 @@ def measure(name: str, config: Config, rate: float, repeats: int) -> Row:
     def loss() -> torch.Tensor:
         turn[0] += 1
         batch = ids[turn[0] % len(ids)]
-        with autocast(device, config.precision):
+        with Compute(device, config.precision).autocast():
             return model(batch[:-1].view(-1, CONTEXT), batch[1:].view(-1, CONTEXT)) / tokens
 
     def training() -> None:

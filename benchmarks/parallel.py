@@ -30,13 +30,14 @@ import torch.distributed as td
 
 from pkm.config.load import load
 from pkm.config.schema import Config
+from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.distributed.torchrun import ONE_NODE
 from pkm.model.cost import traffic
 from pkm.model.transformer import build_model
-from pkm.train.gradient import backward
 from pkm.train.optim import build_optimizers
 from pkm.train.parallel import apply_parallelism, distribute
+from pkm.train.step import backward
 
 VOCABULARY = 8_000
 CONFIG = """
@@ -82,6 +83,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     torch.manual_seed(1)
     model = apply_parallelism(build_model(config, VOCABULARY), config)
     optim = build_optimizers(config.optim, model)
+    compute = Compute(torch.device("cpu"), "fp32")
     module, rows = distribute(model), slice(*dist.share(config.sequences))
     words = np.random.default_rng(1).zipf(1.3, (steps + 2, config.sequences, config.corpus.context + 1)) % VOCABULARY
     seconds, sent, worked = [], Counter[str](), 0.0
@@ -92,7 +94,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         with counting:
             optim.clear()
             own = torch.from_numpy(batch[rows])
-            backward(config, module, model, (own[:, :-1], own[:, 1:]), 1.0, "fp32", measures=False)
+            backward(config, compute, module, model, (own[:, :-1], own[:, 1:]), 1.0, measures=False)
             optim.sum_over_ranks()
             optim.step(step, optim.gradient_norms())
         seconds.append(time.perf_counter() - started)

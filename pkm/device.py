@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +25,45 @@ PEAKS = {
     "RTX 4090": {"bf16": 165e12, "fp16": 165e12, "tf32": 82.6e12, "fp32": 82.6e12},
     "RTX 3090": {"bf16": 71e12, "fp16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12},
 }
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Where a run computes and in which precision, with nothing left `auto`: decided once, after loading."""
+
+    device: torch.device
+    precision: str
+    """fp32, tf32, bf16 or fp16."""
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Matrix products in bf16 or fp16; everything that torch keeps in fp32 stays there."""
+        dtype = DTYPES[self.precision]
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
+
+    def peak_flops(self) -> float | None:
+        """Dense peak of this card in FLOP/s, for MFU; None for a CPU or a card that the table lacks."""
+        if self.device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(self.device)
+        return next((peaks.get(self.precision) for card, peaks in PEAKS.items() if card in name), None)
+
+    @property
+    def hardware(self) -> str:
+        """In words: the card, or the CPU's threads."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"{self.device.type}, {torch.get_num_threads()} threads"
+
+    def wait(self) -> None:
+        """Until everything that was given to the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def decide(config: Config) -> Compute:
+    """The device and precision that `config` asks for, or for `auto` the best there is; UserError if they are not there."""
+    device = pick_device(config)
+    return Compute(device, pick_precision(config, device))
 
 
 def pick_device(config: Config) -> torch.device:
@@ -57,24 +97,10 @@ def pick_precision(config: Config, device: torch.device) -> str:
     return config.precision
 
 
-def configure_torch(config: Config, device: torch.device) -> None:
+def configure_torch(config: Config, compute: Compute) -> None:
     """Settings of torch that hold for the whole process: the GPU, threads, and the precision of fp32 products."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton's kernels, streams and copies take the current one
+    if compute.device.type == "cuda":
+        torch.cuda.set_device(compute.device)  # Triton's kernels, streams and copies take the current one
     if config.threads:
         torch.set_num_threads(config.threads)
-    torch.set_float32_matmul_precision("high" if pick_precision(config, device) == "tf32" else "highest")
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
-    """Matrix products in bf16 or fp16; everything that torch keeps in fp32 stays there."""
-    dtype = DTYPES[precision]
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32)
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Dense peak of this card in FLOP/s, for MFU; None for a CPU or a card that the table lacks."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peaks.get(precision) for card, peaks in PEAKS.items() if card in name), None)
+    torch.set_float32_matmul_precision("high" if compute.precision == "tf32" else "highest")

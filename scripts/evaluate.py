@@ -39,8 +39,8 @@ def main() -> int:
     split = corpus.split(args.split)
     if split is None:
         raise UserError(f"the corpus has no {args.split} split", str(corpus.path), "prepare it with held-out articles")
-    evaluation = evaluate(model, corpus, split, config, args.documents)
-    speed = measure_speed(model, corpus, split, config)
+    evaluation = evaluate(model, corpus, split, config, trained.compute, args.documents)
+    speed = measure_speed(model, corpus, split, config, trained.compute)
     record = report_record(config, model, trained.step, evaluation, speed)
     print(json.dumps(record, indent=2) if args.json else report_markdown(record, evaluation, speed))
     return 0

@@ -18,7 +18,7 @@ import torch
 
 from pkm.config.load import dump
 from pkm.corpus.store import open_corpus
-from pkm.device import configure_torch, pick_device
+from pkm.device import configure_torch, decide
 from pkm.model.transformer import build_model
 from pkm.run.run import Run
 from pkm.run.stop import StopFlag
@@ -57,13 +57,13 @@ def train(tiny_corpus_path, tmp_path):
     def go(**sections):
         sections["corpus"] = {"path": str(tiny_corpus_path), **sections.get("corpus", {})}
         config = tiny_config(runs=str(tmp_path / "runs"), **sections)
-        corpus, device = open_corpus(config.corpus.path), pick_device(config)
-        configure_torch(config, device)
+        corpus, compute = open_corpus(config.corpus.path), decide(config)
+        configure_torch(config, compute)
         with Run.open(config, dump(config)) as run:
-            model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(device)
+            model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(compute.device)
             optim = build_optimizers(config.optim, model)
             state = restore(run, model, optim, corpus)
-            state = loop.train(config, run, corpus, model, optim, state, StopFlag())
+            state = loop.train(config, compute, run, corpus, model, optim, state, StopFlag())
         return model, optim, state, config.directory
 
     return go

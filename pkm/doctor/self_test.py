@@ -47,16 +47,16 @@ def _train(config: Config, deadline: float) -> tuple[list[float], str]:
     """Losses in nats per token, step by step, until the steps are done, the loss is low or the time is over."""
     import torch
 
-    from pkm.device import configure_torch, pick_device
+    from pkm.device import configure_torch, decide
     from pkm.model.transformer import build_model
     from pkm.train.optim import build_optimizers
 
-    device = pick_device(config)
+    compute = decide(config)
     threads = torch.get_num_threads()
-    configure_torch(config, device)
+    configure_torch(config, compute)
     # So small a model is no faster on several threads, and on a busy machine much slower.
     torch.set_num_threads(1)
-    model = build_model(config, VOCABULARY).to(device)
+    model = build_model(config, VOCABULARY).to(compute.device)
     optim = build_optimizers(config.optim, model)
     generator = torch.Generator().manual_seed(config.seed)
     # Ids below 14 are special; <pad> must not come up.
@@ -67,11 +67,11 @@ def _train(config: Config, deadline: float) -> tuple[list[float], str]:
         tokens[:, 0] = torch.randint(14, VOCABULARY, (config.sequences,), generator=generator)
         for i in range(config.corpus.context):
             tokens[:, i + 1] = successor[tokens[:, i] - 14]
-        tokens = tokens.to(device)
+        tokens = tokens.to(compute.device)
         loss = model(tokens[:, :-1], tokens[:, 1:]) / config.optim.batch_tokens
         loss.backward()
         optim.step(len(losses) + 1, optim.gradient_norms())
         optim.clear()
         losses.append(float(loss.detach()))
     torch.set_num_threads(threads)
-    return losses, str(device)
+    return losses, str(compute.device)

@@ -11,12 +11,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pkm.config.schema import Config
 from pkm.corpus.batches import IGNORE, evaluation_batches
 from pkm.corpus.store import Corpus, Split
-from pkm.device import autocast, pick_precision
+from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.memory.usage import Usage, UsageMeter
@@ -61,6 +60,7 @@ def evaluate(
     corpus: Corpus,
     split: Split,
     config: Config,
+    compute: Compute,
     documents: int | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
@@ -76,8 +76,8 @@ def evaluate(
     with _inference(model), recording(model):
         for inputs, targets in _batches(split, config, documents):
             between()
-            ids, wanted = _to(model, inputs), _to(model, targets)
-            with autocast(ids.device, pick_precision(config, ids.device)):
+            ids, wanted = (torch.from_numpy(part).to(compute.device) for part in (inputs, targets))
+            with compute.autocast():
                 nll += float(model(ids, wanted))
             scored = targets != IGNORE
             tokens += int(scored.sum())
@@ -122,37 +122,34 @@ def scored_tokens(config: Config, corpus: Corpus) -> int:
     )
 
 
-def measure_speed(model: Transformer, corpus: Corpus, split: Split, config: Config, seconds: float = 10.0) -> Speed:
+def measure_speed(
+    model: Transformer, corpus: Corpus, split: Split, config: Config, compute: Compute, seconds: float = 10.0
+) -> Speed:
     """Words and BPE tokens per second at inference, over `split`, for at most about `seconds` after a warm-up."""
-    device = next(model.parameters()).device
-    precision = pick_precision(config, device)
-    word_ends = corpus.vocab.word_ends
-    with _inference(model), autocast(device, precision):
+    device, word_ends = compute.device, corpus.vocab.word_ends
+    with _inference(model), compute.autocast():
         for inputs, targets in islice(_batches(split, config, None), WARM_UP_BATCHES):
-            _wait(device)
+            compute.wait()
             started = time.perf_counter()
-            model(_to(model, inputs), _to(model, targets))
-            _wait(device)
+            model(*(torch.from_numpy(part).to(device) for part in (inputs, targets)))
+            compute.wait()
             one = time.perf_counter() - started
         count = dist.broadcast_object(max(1, int(seconds / one)))  # every rank must do as many
         tokens = words = 0
         started = time.perf_counter()
         for inputs, targets in islice(_batches(split, config, None), count):
-            model(_to(model, inputs), _to(model, targets))
+            model(*(torch.from_numpy(part).to(device) for part in (inputs, targets)))
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
-        _wait(device)
+        compute.wait()
         elapsed = max(dist.gather_objects(time.perf_counter() - started))
     _, tokens, words = _sum_over_ranks(0.0, tokens, words)
-    name = (
-        torch.cuda.get_device_name() if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
-    )
     return Speed(
         words_per_second=words / elapsed,
         tokens_per_second=tokens / elapsed,
-        device=name,
-        precision=precision,
+        device=compute.hardware,
+        precision=compute.precision,
         batch_windows=config.evaluate.batch,
         context=config.corpus.context,
     )
@@ -195,15 +192,6 @@ def recording(model: Transformer, active: bool = True) -> Iterator[None]:
     finally:
         for _, memory in model.memories():
             memory.record = False
-
-
-def _to(model: Transformer, array: Any) -> Tensor:
-    return torch.from_numpy(array).to(next(model.parameters()).device)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _exp(x: float) -> float:

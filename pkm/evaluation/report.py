@@ -7,6 +7,7 @@ from typing import Any
 
 from pkm.config.schema import Config
 from pkm.corpus.store import Corpus
+from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.evaluation.evaluate import Evaluation, Speed, evaluate, measure_speed
 from pkm.files import atomic_write
@@ -18,7 +19,7 @@ from pkm.run.run import Run
 from pkm.run.stop import StopFlag
 
 
-def report(run: Run, config: Config, corpus: Corpus, model: Transformer, stop: StopFlag) -> None:
+def report(run: Run, config: Config, compute: Compute, corpus: Corpus, model: Transformer, stop: StopFlag) -> None:
     """Evaluate the checkpoint with the lowest validation loss (the last one, without validation) on the test split.
 
     dist.Stopped, with nothing written, if the run is told to stop meanwhile.
@@ -32,12 +33,16 @@ def report(run: Run, config: Config, corpus: Corpus, model: Transformer, stop: S
     asked = config.evaluate
     documents = min(asked.test_documents or split.documents, split.documents)
     run.say(f"evaluating step {best.step} on {documents:,} test documents")
-    evaluation = evaluate(model, corpus, split, config, asked.test_documents, lambda: stop.check(run.directory))
+
+    def between() -> None:
+        stop.check(run.directory)
+
+    evaluation = evaluate(model, corpus, split, config, compute, asked.test_documents, between)
     fitted = None
     if asked.train_documents and corpus.train is not None:
-        fitted = evaluate(model, corpus, corpus.train, config, asked.train_documents, lambda: stop.check(run.directory))
-    speed = measure_speed(model, corpus, split, config)
-    stop.check(run.directory)
+        fitted = evaluate(model, corpus, corpus.train, config, compute, asked.train_documents, between)
+    speed = measure_speed(model, corpus, split, config, compute)
+    between()
     run.metrics.write(config.optim.steps, "test", **evaluation.record())
     record = report_record(config, model, best.step, evaluation, speed, fitted)
     text = report_markdown(record, evaluation, speed)

@@ -14,7 +14,7 @@ from typing import Any
 from pkm.checkpoint.checkpoints import Checkpoints
 from pkm.config.schema import Config
 from pkm.corpus.store import open_corpus
-from pkm.device import configure_torch, pick_device
+from pkm.device import configure_torch, decide, pick_device
 from pkm.errors import UserError
 from pkm.evaluation.evaluate import measure_speed
 from pkm.files import atomic_write, read_json
@@ -31,18 +31,18 @@ def time_run(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
 
     UserError if the corpus is not prepared or has no test split.
     """
-    device = pick_device(config)
-    configure_torch(config, device)
+    compute = decide(config)
+    configure_torch(config, compute)
     trained = bool(Checkpoints(config.directory / "checkpoints", keep=config.checkpoint.keep).steps())
     if trained:
         found = load_trained(config.directory, "best", (f"corpus.path={json.dumps(str(config.corpus.path))}",))
         corpus, model, step = found.corpus, found.model, found.step
     else:
         corpus = open_corpus(config.corpus.path)
-        model, step = build_model(config, corpus.vocab.size).to(device).eval(), 0
+        model, step = build_model(config, corpus.vocab.size).to(compute.device).eval(), 0
     if corpus.test is None:
         raise UserError("the corpus has no test split", str(corpus.path), "prepare it with held-out articles")
-    speed = measure_speed(model, corpus, corpus.test, config, seconds)
+    speed = measure_speed(model, corpus, corpus.test, config, compute, seconds)
     record = {
         **vars(speed),
         "weights": f"step {step}" if trained else "as initialised",

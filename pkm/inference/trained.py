@@ -9,7 +9,7 @@ from pkm.checkpoint.checkpoints import Checkpoints
 from pkm.checkpoint.load import Loaded
 from pkm.config.schema import Config, load
 from pkm.corpus.store import Corpus, open_corpus
-from pkm.device import pick_device
+from pkm.device import Compute, decide
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.model.transformer import Transformer, build_model, column_sharded
@@ -18,6 +18,7 @@ from pkm.model.transformer import Transformer, build_model, column_sharded
 @dataclass(frozen=True)
 class Trained:
     config: Config
+    compute: Compute
     corpus: Corpus
     model: Transformer
     step: int
@@ -45,7 +46,8 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
         )
     model = build_model(config, corpus.vocab.size)
     load_weights(model, loaded)
-    return Trained(config, corpus, model.to(pick_device(config)).eval(), loaded.step)
+    compute = decide(config)
+    return Trained(config, compute, corpus, model.to(compute.device).eval(), loaded.step)
 
 
 def load_weights(model: Transformer, loaded: Loaded) -> None:

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: one line with everything one looks for, and a bar."""
+"""What a run records and shows while it trains: one line with everything one looks for, and a bar."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from pkm.config.schema import Config
+from pkm.corpus.store import Corpus
+from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.evaluation.evaluate import Evaluation
 from pkm.format import amount, duration
+from pkm.machine import peak_memory
+from pkm.model.cost import flops
 from pkm.model.transformer import Transformer, parameters
 from pkm.run.run import Run
+from pkm.train.clock import Clock
+from pkm.train.optim import Optimizers
+from pkm.train.state import State
+from pkm.train.step import Step
 
 
 def progress(run: Run, done: int, steps: int) -> Iterator[int]:
@@ -35,8 +44,40 @@ def progress(run: Run, done: int, steps: int) -> Iterator[int]:
             bar.update(task, completed=step)
 
 
-def start_line(model: Transformer, device: torch.device, precision: str, step: int) -> str:
+def log(
+    config: Config,
+    compute: Compute,
+    run: Run,
+    corpus: Corpus,
+    model: Transformer,
+    optim: Optimizers,
+    state: State,
+    clock: Clock,
+    taken: Step,
+) -> None:
+    """Show, and append to metrics.jsonl, what one looks for while a run goes."""
+    record: dict[str, Any] = {
+        "loss": taken.loss,
+        "lr": optim.learning_rates(state.step),
+        "gradient_norm": taken.norms,
+        "update_size": taken.update_sizes,
+        "skipped": state.skipped,
+        "memories": {},
+    }
+    for layer, meter in taken.meters.items():
+        usage, share = meter.result(), model.memory(layer).output_share()
+        record["memories"][str(layer)] = {"usage": usage.percent, "kl": usage.kl, "output_share": share}
+    speed = {"tokens_per_second": clock.tokens_per_second(), "peak_memory_bytes": peak_memory(compute.device)}
+    if peak := compute.peak_flops():
+        work = flops(config, corpus.vocab.size).training
+        speed["mfu"] = speed["tokens_per_second"] * work / (peak * dist.world_size())
+    run.metrics.write(state.step, "train", **record, **speed)
+    run.say(log_line(state.step, config.optim.steps, record, speed, clock.left()))
+
+
+def start_line(model: Transformer, compute: Compute, step: int) -> str:
     """What begins, or goes on: sizes, where it computes, and who computes the memories."""
+    device, precision = compute.device, compute.precision
     dense, values = parameters(model)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     ranks = f", {dist.world_size()} ranks" if dist.world_size() > 1 else ""

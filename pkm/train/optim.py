@@ -19,7 +19,7 @@ from pkm.errors import UserError
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.sharding import sum_gradient
 from pkm.model.transformer import Transformer
-from pkm.updatesize import UpdateSizes
+from pkm.train.update_size import UpdateSizes
 
 
 def learning_rate(settings: DenseOptim | ValuesOptim, step: int, steps: int) -> float:
@@ -141,10 +141,13 @@ class LossScale:
     GROWTH_STEPS = 2000
     INITIAL = 2.0**16
 
-    def __init__(self, active: bool):
+    def __init__(self, active: bool, record: dict[str, float] | None = None):
+        """record    what `.record()` gave when it was saved; empty or None at the beginning"""
         self.active = active
         self.value = self.INITIAL if active else 1.0
         self.clean_steps = 0
+        if record:
+            self.value, self.clean_steps = record["value"], int(record["clean_steps"])
 
     def update(self, overflowed: bool) -> None:
         if not self.active:
@@ -158,9 +161,6 @@ class LossScale:
 
     def record(self) -> dict[str, float]:
         return {"value": self.value, "clean_steps": self.clean_steps}
-
-    def load(self, record: dict[str, float]) -> None:
-        self.value, self.clean_steps = record["value"], int(record["clean_steps"])
 
 
 EMBEDDINGS = ("tokens.", "positions.")

@@ -28,7 +28,10 @@ class Prefetcher:
         self._next = step + 1, self._thread.submit(self._made, step + 1)
         return batch
 
-    def close(self) -> None:
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._thread.shutdown(cancel_futures=True)
 
     def _made(self, step: int) -> Batch:

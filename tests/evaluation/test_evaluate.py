@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from pkm.corpus.store import open_corpus
+from pkm.device import Compute
 from pkm.evaluation.evaluate import evaluate, measure_speed
 from pkm.model.transformer import build_model
 from tests.support.tiny import VOCAB_SIZE, tiny_config
+
+CPU = Compute(torch.device("cpu"), "fp32")
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def test_perplexities_are_those_of_the_whole_split(model, corpus):
     ids = corpus.test.read(0, corpus.test.tokens)
     nll = nll_token_by_token(model.eval(), ids, 8)
     words = corpus.test.words
-    measured = evaluate(model, corpus, corpus.test, tiny_config())
+    measured = evaluate(model, corpus, corpus.test, tiny_config(), CPU)
     assert measured.tokens == len(ids) - 1
     assert measured.words == words
     assert measured.perplexity == pytest.approx(math.exp(nll / (len(ids) - 1)), rel=1e-5)
@@ -57,25 +60,25 @@ def test_usage_and_kl_follow_the_papers_definition(model, corpus):
     memory.record = False
     z /= z.sum()
     read = z[z > 0]
-    measured = evaluate(model, corpus, corpus.test, tiny_config()).memories[2]
+    measured = evaluate(model, corpus, corpus.test, tiny_config(), CPU).memories[2]
     assert measured.percent == pytest.approx(100 * len(read) / 64)
     assert measured.kl == pytest.approx(math.log(64) + float((read * np.log(read)).sum()), abs=1e-6)
 
 
 def test_the_batch_size_does_not_change_the_numbers(model, corpus):
-    one, many = (evaluate(model, corpus, corpus.test, tiny_config(evaluate={"batch": b})) for b in (1, 7))
+    one, many = (evaluate(model, corpus, corpus.test, tiny_config(evaluate={"batch": b}), CPU) for b in (1, 7))
     assert one.loss == pytest.approx(many.loss, rel=1e-5)
     assert one.memories[2].kl == pytest.approx(many.memories[2].kl, abs=1e-6)
 
 
 def test_a_stride_scores_the_same_tokens_with_more_context(model, corpus):
-    plain, strided = (evaluate(model, corpus, corpus.test, tiny_config(evaluate={"stride": s})) for s in (None, 3))
+    plain, strided = (evaluate(model, corpus, corpus.test, tiny_config(evaluate={"stride": s}), CPU) for s in (None, 3))
     assert (plain.tokens, plain.words) == (strided.tokens, strided.words)
     assert plain.loss != strided.loss
 
 
 def test_a_part_of_a_split_has_no_bits_per_byte(model, corpus):
-    part = evaluate(model, corpus, corpus.test, tiny_config(), documents=2)
+    part = evaluate(model, corpus, corpus.test, tiny_config(), CPU, documents=2)
     assert part.documents == 2 and part.bits_per_byte is None
     ids = corpus.test.read(0, corpus.test.document_start(2))
     assert part.words == sum(bool(corpus.vocab.word_ends[i]) for i in ids[1:])
@@ -84,11 +87,11 @@ def test_a_part_of_a_split_has_no_bits_per_byte(model, corpus):
 def test_evaluation_leaves_the_model_as_it_was(model, corpus):
     model.train()
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    evaluate(model, corpus, corpus.test, tiny_config())
+    evaluate(model, corpus, corpus.test, tiny_config(), CPU)
     assert model.training and not model.blocks[1].memory.record
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
 def test_speed_counts_words_and_tokens_after_the_warm_up(model, corpus):
-    speed = measure_speed(model, corpus, corpus.test, tiny_config(), seconds=0.2)
+    speed = measure_speed(model, corpus, corpus.test, tiny_config(), CPU, seconds=0.2)
     assert 0 < speed.words_per_second < speed.tokens_per_second

@@ -18,15 +18,15 @@ import torch
 from pkm.config.schema import Config
 from pkm.corpus.batches import TrainingBatches
 from pkm.corpus.store import open_corpus
-from pkm.device import pick_precision
+from pkm.device import decide
 from pkm.distributed import dist
 from pkm.distributed.collectives import gather
 from pkm.evaluation.evaluate import evaluate
 from pkm.memory.adam import ValuesAdam
 from pkm.model.transformer import Block, build_model
-from pkm.train.gradient import backward
 from pkm.train.optim import build_optimizers
 from pkm.train.parallel import apply_parallelism, distribute
+from pkm.train.step import backward
 from tests.support.tiny import tiny_config
 
 STEPS = 3
@@ -61,15 +61,15 @@ def measure(corpus_path: Path, case: str) -> dict[str, Any]:
     with without_inductor() if config.compile else nullcontext():
         model = apply_parallelism(build_model(config, corpus.vocab.size), config)
     optim = build_optimizers(config.optim, model)
-    module, precision = distribute(model), pick_precision(config, torch.device("cpu"))
+    module, compute = distribute(model), decide(config)
     batches = TrainingBatches(corpus.train, 8, 8, seed=1)
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "usage": []}
-    found["valid"] = [valid_numbers(model, corpus, config)]
+    found["valid"] = [valid_numbers(model, corpus, config, compute)]
     for step in range(1, STEPS + 1):
         optim.clear()
         optim.begin(step)
         inputs, targets = map(torch.from_numpy, batches.slice(step - 1, *dist.share(8)))
-        loss, meters = backward(config, module, model, (inputs, targets), 1.0, precision, measures=True)
+        loss, meters = backward(config, compute, module, model, (inputs, targets), 1.0, measures=True)
         optim.sum_over_ranks()
         norms = optim.gradient_norms()
         found["losses"].append(loss)
@@ -77,7 +77,7 @@ def measure(corpus_path: Path, case: str) -> dict[str, Any]:
         found["usage"].append((meters[2].result().percent, meters[2].result().kl))
         found["gradients"].append({**dense_gradients(model), "values": value_gradient(model, optim)})
         optim.step(step, norms)
-        found["valid"].append(valid_numbers(model, corpus, config))
+        found["valid"].append(valid_numbers(model, corpus, config, compute))
     found["replicas differ in"] = differing(model, optim) if dist.world_size() > 1 else []
     return found
 
@@ -95,8 +95,8 @@ def differing(model, optim):
     return [name for name in alike if not (gather(tensors[name]) == tensors[name]).all()]
 
 
-def valid_numbers(model, corpus, config):
-    measured = evaluate(model, corpus, corpus.valid, config)
+def valid_numbers(model, corpus, config, compute):
+    measured = evaluate(model, corpus, corpus.valid, config, compute)
     return measured.loss, measured.tokens, measured.memories[2].percent, measured.memories[2].kl
 
 

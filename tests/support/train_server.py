@@ -278,14 +278,15 @@ def _arrange(
 
 
 def _spoil_loss(step: int) -> None:
-    from pkm.train import loop
+    from pkm.train import step as training_step
 
-    backward, steps = loop.backward, itertools.count(1)
+    backward, steps = training_step.backward, itertools.count(1)
 
-    def spoilt(config: Any, module: Any, model: Any, batch: Any, scale: float, *rest: Any, **options: Any) -> Any:
-        return backward(config, module, model, batch, float("nan") if next(steps) == step else scale, *rest, **options)
+    def spoilt(*before: Any) -> Any:
+        *others, scale, measures = before
+        return backward(*others, float("nan") if next(steps) == step else scale, measures)
 
-    loop.backward = spoilt
+    training_step.backward = spoilt
 
 
 if __name__ == "__main__":

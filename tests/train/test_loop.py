@@ -3,13 +3,13 @@ import json
 import pytest
 import torch
 
+from pkm import device
 from pkm.checkpoint.checkpoints import Checkpoints
 from pkm.errors import UserError
 from pkm.evaluation.evaluate import evaluate
 from pkm.inference.trained import load_trained
 from pkm.model.transformer import Transformer
 from pkm.run.metrics import read
-from pkm.train import loop
 from pkm.train.optim import LossScale
 from tests.support.tiny import everything, random_corpus
 
@@ -35,7 +35,7 @@ def fp16(monkeypatch):
     """Autocast to fp16 and loss scaling where there is no GPU: a CPU computes it as well, only slowly."""
 
     def begin(scale):
-        monkeypatch.setattr(loop, "pick_precision", lambda config, device: "fp16")
+        monkeypatch.setattr(device, "pick_precision", lambda config, device: "fp16")
         monkeypatch.setattr(LossScale, "INITIAL", scale)
 
     return begin
@@ -135,7 +135,9 @@ def test_best_is_the_checkpoint_with_the_lowest_validation_loss(train):
     valid = {r["step"]: r["loss"] for r in read(directory / "metrics.jsonl") if r["kind"] == "valid"}
     best = load_trained(directory, "best")
     assert valid[best.step] == min(valid.values()) == state.best_loss
-    again = evaluate(best.model, best.corpus, best.corpus.valid, best.config, best.config.evaluate.documents)
+    again = evaluate(
+        best.model, best.corpus, best.corpus.valid, best.config, best.compute, best.config.evaluate.documents
+    )
     assert again.loss == pytest.approx(state.best_loss, rel=1e-6)
 
 

@@ -202,8 +202,7 @@ def test_a_loss_scale_halves_on_overflow_and_grows_after_clean_steps():
     for _ in range(LossScale.GROWTH_STEPS):
         scale.update(overflowed=False)
     assert scale.value == LossScale.INITIAL
-    other = LossScale(active=True)
-    other.load(scale.record())
+    other = LossScale(active=True, record=scale.record())
     assert other.record() == scale.record()
 
 

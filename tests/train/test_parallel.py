@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from pkm.device import configure_torch, pick_device
+from pkm.device import configure_torch, decide, pick_device
 from pkm.distributed.torchrun import ONE_NODE
 from pkm.errors import UserError
 from tests.support.ranks import CASES, measure
@@ -86,7 +86,7 @@ def test_a_ranks_gpu_is_the_current_one_which_kernels_and_streams_take(monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    configure_torch(config, pick_device(config))
+    configure_torch(config, decide(config))
     assert taken == [torch.device("cuda", 2)]
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(UserError, match="4 GPUs, and none for local rank 4"):

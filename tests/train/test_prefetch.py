@@ -22,19 +22,17 @@ def test_the_next_batch_is_read_while_the_last_one_is_in_use():
             read.set()
         return batch(step)
 
-    ahead = Prefetcher(reads, CPU)
-    inputs, targets = ahead.take(1)
-    assert read.wait(60)  # without having been asked for
+    with Prefetcher(reads, CPU) as ahead:
+        inputs, targets = ahead.take(1)
+        assert read.wait(60)  # without having been asked for
     assert (
         torch.equal(inputs, torch.ones(2, 4, dtype=torch.int64)) and inputs.is_contiguous() and targets.is_contiguous()
     )
-    ahead.close()
 
 
 def test_any_step_may_be_asked_for_and_again():
-    ahead = Prefetcher(batch, CPU)
-    assert [int(ahead.take(step)[0][0, 0]) for step in (7, 7, 8, 3, 4)] == [7, 7, 8, 3, 4]
-    ahead.close()
+    with Prefetcher(batch, CPU) as ahead:
+        assert [int(ahead.take(step)[0][0, 0]) for step in (7, 7, 8, 3, 4)] == [7, 7, 8, 3, 4]
 
 
 def test_what_reading_raises_is_raised_where_the_batch_is_taken():
@@ -43,8 +41,7 @@ def test_what_reading_raises_is_raised_where_the_batch_is_taken():
             raise OSError("the disk is gone")
         return batch(step)
 
-    ahead = Prefetcher(reads, CPU)
-    ahead.take(1)
-    with pytest.raises(OSError, match="gone"):
-        ahead.take(2)
-    ahead.close()
+    with Prefetcher(reads, CPU) as ahead:
+        ahead.take(1)
+        with pytest.raises(OSError, match="gone"):
+            ahead.take(2)

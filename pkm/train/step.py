@@ -1,0 +1,126 @@
+"""One step: the gradient of a batch's mean loss, a micro-batch at a time, and the update that follows from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from pkm.config.schema import Config
+from pkm.device import Compute
+from pkm.distributed import dist
+from pkm.evaluation.evaluate import recording
+from pkm.memory.usage import UsageMeter
+from pkm.model.transformer import Transformer
+from pkm.run.run import Run
+from pkm.train.optim import LossScale, Optimizers
+from pkm.train.parallel import average_statistics, sync_on_last
+from pkm.train.prefetch import Batch
+from pkm.train.profiler import profiled
+
+
+@dataclass
+class Step:
+    """What a step found."""
+
+    loss: float
+    """Mean over the global batch, nats per token."""
+    norms: dict[str, float]
+    """Of the gradient of each group that is clipped by itself."""
+    finite: bool
+    """Whether loss and gradient were; else the step moved nothing."""
+    meters: dict[int, UsageMeter] = field(default_factory=dict)
+    """What each layer with a memory read, in steps that are measured."""
+    update_sizes: dict[str, float] = field(default_factory=dict)
+    """rms of each group's update over rms of its weights, in steps that are measured."""
+
+
+def take_step(
+    config: Config,
+    compute: Compute,
+    run: Run,
+    module: nn.Module,
+    model: Transformer,
+    optim: Optimizers,
+    batch: Batch,
+    scale: LossScale,
+    step: int,
+    measures: bool,
+) -> Step:
+    """Update the model by one batch, unless something is not finite: then the step leaves no trace but its number.
+
+    module      what is called: the model, or the model with its gradients summed over ranks
+    batch       this rank's inputs and targets, int64 (windows, context)
+    measures    also count what the memories read, and how far each group moved
+    """
+    with profiled(config.profile, step, run.directory):
+        torch.manual_seed((config.seed * 1_000_003 + step * 1_009 + dist.rank()) % 2**63)
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        sizes = optim.update_sizes() if measures else None
+        optim.clear()
+        optim.begin(step)
+        loss, meters = backward(config, compute, module, model, batch, scale.value, measures)
+        optim.sum_over_ranks()
+        if scale.active:
+            optim.scale_gradients(1 / scale.value)
+        norms = optim.gradient_norms()
+        finite = all(map(math.isfinite, (loss, *norms.values())))
+        if finite:
+            optim.step(step, norms)
+    scale.update(overflowed=not finite)
+    if not finite:
+        run.say(f"step {step} skipped: loss {loss}, gradient norms {norms}")
+        put_back(model, buffers)
+        return Step(loss, norms, finite)
+    return Step(loss, norms, finite, meters, sizes.result() if sizes else {})
+
+
+def backward(
+    config: Config,
+    compute: Compute,
+    module: nn.Module,
+    model: Transformer,
+    batch: Batch,
+    scale: float,
+    measures: bool,
+) -> tuple[float, dict[int, UsageMeter]]:
+    """Add the gradient of `scale` times the global batch's mean loss to `.grad`, a micro-batch at a time.
+
+    Returns the global batch's mean loss, nats per token, and a meter for each layer with a memory (none without `measures`).
+    """
+    inputs, targets = batch
+    size = config.optim.micro_batch or len(inputs)
+    meters = {n: UsageMeter(m.slots, m.heads) for n, m in model.memories()} if measures else {}
+    total = torch.zeros((), device=compute.device)
+    for first in range(0, len(inputs), size):
+        ids, wanted = (part[first : first + size].to(compute.device, non_blocking=True) for part in (inputs, targets))
+        last = first + size >= len(inputs)
+        with sync_on_last(module, last), compute.autocast(), recording(model, measures):
+            loss = module(ids, wanted) / config.optim.batch_tokens
+            (loss * scale).backward()
+        total += loss.detach()
+        for layer, meter in meters.items():
+            meter.update(*model.memory(layer).selection)
+    for meter in meters.values():
+        meter.sum_over_ranks()
+    average_statistics(model)
+    return float(dist.all_reduce(total)), meters
+
+
+def warm_up_ddp(config: Config, compute: Compute, module: nn.Module, model: Transformer, batch: Batch) -> None:
+    """One backward pass that leaves nothing behind.
+
+    After its first one DDP lays out its buckets anew, and with them the order in which more than two ranks are added up:
+    a resumed run must take its first step with the layout that the run before it had.
+    """
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    backward(config, compute, module, model, batch, 1.0, measures=False)
+    put_back(model, buffers)
+
+
+def put_back(model: Transformer, buffers: list[torch.Tensor]) -> None:
+    """Give the model the running statistics that it had."""
+    for buffer, saved in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(saved)
