@@ -12,26 +12,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from pkm.config.load import load as load_file
+from pkm.config.part import Part
 from pkm.config.schema import Config, load
 from pkm.config.schema_node import nearest
 from pkm.errors import UserError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "paper"
 
-Coordinate = Literal["layers", "dim", "memories", "slots", "batchnorm", "position", "keys", "heads", "knn"]
+NAMED = ("layers", "dim", "memories", "slots", "batchnorm", "position", "keys", "heads", "knn")
+COORDINATE = rf"^({'|'.join(NAMED)}|\w+(\.\w+)+)$"
+COORDINATE_IN_WORDS = f"{', '.join(NAMED)}, or any setting by its dotted key, as optim.dense.lr"
+Coordinate = Annotated[str, Field(pattern=COORDINATE, json_schema_extra={"patternErrorMessage": COORDINATE_IN_WORDS})]
 Measure = Literal["perplexity", "train_perplexity", "usage", "kl", "kwords_per_s"]
 Sizes = dict[int, int]
-
-
-class Part(BaseModel):
-    """A section of the file: frozen, and closed to keys it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Printed(Part):
@@ -86,17 +84,17 @@ class Scale(Part):
 
     about: str
     """What it is for, in a sentence."""
-    layers: Sizes = {}
+    layers: Sizes = Field({})
     """model.layers; memory.layers move with it, in proportion."""
-    dim: Sizes = {}
+    dim: Sizes = Field({})
     """model.dim."""
-    sub_keys: Sizes = {}
+    sub_keys: Sizes = Field({})
     """memory.sub_keys; memory.slots of flat keys are their squares."""
-    knn: Sizes = {}
+    knn: Sizes = Field({})
     """memory.knn."""
     set: tuple[str, ...] = ()
     """Other settings, for all grids alike; those of a memory are left out of a dense model."""
-    set_for: dict[str, tuple[str, ...]] = {}
+    set_for: dict[str, tuple[str, ...]] = Field({})
     """More settings for one grid, by its name."""
 
 
@@ -170,6 +168,8 @@ def load_grid(name: str, scale: str, overrides: Sequence[str] = (), folder: Path
 
 def coordinate(config: Config, key: Coordinate) -> int | str | bool | None:
     """Where a config stands on one axis of a grid; None where a dense model has no place on it."""
+    if "." in key:
+        return setting(config, key)
     m = config.memory
     values: dict[str, Any] = {
         "layers": config.model.layers,
@@ -183,6 +183,14 @@ def coordinate(config: Config, key: Coordinate) -> int | str | bool | None:
         "knn": m.knn if m else None,
     }
     return values[key]
+
+
+def setting(config: Config, key: str) -> Any:
+    """A setting by its dotted key; None where there is none such, as in the memory of a dense model."""
+    found: Any = config.model_dump(mode="json")
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def run_name(config: Config) -> str:

@@ -119,7 +119,7 @@ def layout(result: GridResult) -> Layout:
         return None
 
     return Layout(
-        axes=tuple(AXES[key] for key in settings.rows),
+        axes=tuple(axis_name(key) for key in settings.rows),
         groups=tuple(_group(cell, settings.columns) for cell in groups.values()),
         measures=tuple(MEASURES[measure] for measure in settings.measures),
         rows=tuple(
@@ -129,6 +129,11 @@ def layout(result: GridResult) -> Layout:
         legend=tuple(_legend(result)),
         notes=(*enumerate(said, start=1), *((0, remark) for remark in _remarks(result))),
     )
+
+
+def axis_name(key: Coordinate) -> str:
+    """A coordinate in words; a setting by its dotted key."""
+    return AXES.get(key, key)
 
 
 def place(cell: Cell, keys: Sequence[Coordinate]) -> tuple[Any, ...]:
@@ -237,7 +242,7 @@ def phrases(cell: Cell, keys: Sequence[Coordinate], short: bool = False) -> str:
     """Where a cell stands, in words: `16 layers, dimension 1024`; unless `short`, with the paper's sizes in brackets."""
     labels = {key: label(cell, key) for key in keys if coordinate(cell.config, key) is not None}
     texts = {key: one.ours if short else str(one) for key, one in labels.items()}
-    return ", ".join(PHRASES[key].format(text) if text != NO_MEMORY else text for key, text in texts.items())
+    return ", ".join(_phrase(key, text) if text != NO_MEMORY else text for key, text in texts.items())
 
 
 def _remarks(result: GridResult) -> list[str]:
@@ -275,3 +280,7 @@ def _legend(result: GridResult) -> list[str]:
         scope = " of each dimension" if "dim" in result.grid.settings.columns else ""
         lines = [f"{lines[0]}; the lowest perplexity{scope} is bold"]
     return [*lines, f"mean ± standard deviation over {seeds} seeds"] if seeds > 1 else lines
+
+
+def _phrase(key: Coordinate, text: str) -> str:
+    return PHRASES[key].format(text) if key in PHRASES else f"{key} = {text}"

@@ -118,7 +118,7 @@ class Numbers:
 
 def place(cell: CellResult, key: str) -> int | str | bool | None:
     """Where a cell stands on an axis, in the paper's sizes."""
-    return coordinate(cell.cell.original, key)  # type: ignore[arg-type]
+    return coordinate(cell.cell.original, key)
 
 
 def size(cell: CellResult, key: Coordinate) -> float:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pkm.config.schema import Config
 from pkm.experiments.grid import Coordinate, Measure, coordinate
-from pkm.report.layout import AXES, MEASURES, phrases, place, written
+from pkm.report.layout import MEASURES, axis_name, phrases, place, written
 from pkm.report.results import CellResult, GridResult
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def against_axis(result: GridResult, measure: Measure) -> Plot | str:
     settings, name = result.grid.settings, MEASURES[measure]
     axis: Coordinate = "knn" if "knn" in settings.columns else settings.rows[-1]
     others = tuple(key for key in (*settings.rows, *settings.columns) if key != axis)
-    title = f"{name[0].upper()}{name[1:]} against {AXES[axis]}"
+    title = f"{name[0].upper()}{name[1:]} against {axis_name(axis)}"
     if len({place(one.cell, (axis,)) for one in result.cells}) < 2:
         return f"{title} has no plot: the grid has a single cell."
     panels = {"ours": points(result, axis, measure, False), "the paper’s": points(result, axis, measure, True)}
@@ -162,7 +162,7 @@ def against_axis(result: GridResult, measure: Measure) -> Plot | str:
         for axes, (source, found) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
             draw_lines(axes, found, axis, others, result)
             draw_axis(axes, axis, [one.cell.config if source == "ours" else one.cell.original for one in result.cells])
-            axes.set(title=source, xlabel=AXES[axis], ylabel=name)
+            axes.set(title=source, xlabel=axis_name(axis), ylabel=name)
             if measure == "usage":
                 axes.set_ylim(0, 105)
             elif measure in ("kl", "kwords_per_s"):
@@ -180,8 +180,16 @@ def points(result: GridResult, axis: Coordinate, measure: Measure, printed: bool
         x = coordinate(one.cell.original if printed else one.cell.config, axis)
         if y is not None:
             spread = None if printed else one.spread(measure)
-            found.append(Point(one, float(x) if isinstance(x, int | float) else 0.0, y, spread or 0.0))
+            found.append(Point(one, _number(x), y, spread or 0.0))
     return found
+
+
+def _number(value: int | str | bool | None) -> float:
+    """A coordinate's place on an axis: a rate given as a ratio by that; 0 for what is no number."""
+    try:
+        return float(str(value).removesuffix("x"))
+    except ValueError:
+        return 0.0
 
 
 def draw_lines(
@@ -207,11 +215,11 @@ def draw(axes: Axes, xs: list[float], ys: list[float], spreads: list[float], tex
 
 def draw_axis(axes: Axes, axis: Coordinate, configs: Sequence[Config]) -> None:
     """Ticks at the sizes there are, measured or not, and only there."""
-    if axis in ("slots", "knn", "heads", "dim"):
-        axes.set_xscale("log", base=2)
     places = {coordinate(config, axis) for config in configs if config.memory_layers or axis not in OF_A_MEMORY}
-    ticks = sorted(value for value in places if isinstance(value, int))
-    axes.set_xticks(ticks, [written(axis, value) for value in ticks])
+    ticks = {_number(value): written(axis, value) for value in places if value is not None}
+    if axis in ("slots", "knn", "heads", "dim") or ("." in axis and ticks and min(ticks) > 0):
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(ticks), [ticks[at] for at in sorted(ticks)])
     axes.minorticks_off()
 
 

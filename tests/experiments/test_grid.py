@@ -13,7 +13,7 @@ from pkm.config.schema import load
 from pkm.errors import UserError, UserErrors
 from pkm.experiments.grid import FOLDER, Cell, Grid, GridSettings, coordinate, load_grid, names, run_name, scales
 from pkm.experiments.jobs import differing
-from tests.support.tiny import tiny_config
+from tests.support.tiny import MINIMAL, tiny_config
 
 GOLDEN = yaml.safe_load((Path(__file__).parents[1] / "golden" / "tables.yaml").read_text(encoding="utf-8"))
 MEASURES = {"ppl": "perplexity", "usage": "usage", "kl": "kl", "kwords_per_s": "kwords_per_s"}
@@ -188,3 +188,34 @@ class TestFiles:
             load_grid(str(path), "smoke")
         text = str(caught.value)
         assert "mine.yaml:4" in text and "mine.yaml:5" in text and "measures" in text
+
+
+GRID_OF_RATES = """
+title: t
+about: a
+start: dense.yaml
+rows: [optim.dense.lr]
+columns: [optim.embeddings.lr, memory.sub_keys]
+measures: [perplexity]
+cells:
+  - {name: slow, set: [optim.dense.lr=1e-3]}
+  - {name: fast, set: [optim.embeddings.lr=10x]}
+"""
+
+
+class TestSettingsAsCoordinates:
+    def test_any_setting_tells_cells_apart_and_a_dense_model_has_no_place_on_its_memorys(self, tmp_path) -> None:
+        (tmp_path / "dense.yaml").write_text(MINIMAL)
+        (tmp_path / "rates.yaml").write_text(GRID_OF_RATES)
+        grid = load_grid(str(tmp_path / "rates.yaml"), "paper")
+        keys = (*grid.settings.rows, *grid.settings.columns)
+        assert [tuple(coordinate(cell.config, key) for key in keys) for cell in grid.cells] == [
+            (1e-3, "1x", None),
+            (2.5e-4, "10x", None),
+        ]
+
+    def test_what_is_neither_a_name_nor_a_dotted_key_is_refused_with_the_names_there_are(self, tmp_path) -> None:
+        (tmp_path / "dense.yaml").write_text(MINIMAL)
+        (tmp_path / "rates.yaml").write_text(GRID_OF_RATES.replace("[optim.dense.lr]", "[width]"))
+        with pytest.raises(UserErrors, match="rates.yaml:5: .*layers, dim, memories"):
+            load_grid(str(tmp_path / "rates.yaml"), "paper")
