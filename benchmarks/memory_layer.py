@@ -275,14 +275,15 @@ def stages(
     layer: MemoryLayer, batches: list[Tensor], dtype: torch.dtype, clock: Clock
 ) -> dict[str, tuple[float, float | None]]:
     """Milliseconds and gigabytes that the stage reads and writes, wherever they come from, of each stage of our forward and backward."""
-    from pkm.memory.kernels import backend, cpu
+    from pkm.memory.kernels import cpu
 
     x = batches[0].flatten(0, -2)
     device = x.device
-    kernels = backend.choose("auto", device)
+    assert layer.backend is not None
+    kernels = layer.backend.name
     found: dict[str, tuple[float, float | None]] = {}
     with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
-        query, scale, _ = layer.query.unfolded(x)
+        query, scale, *_ = layer.query(x)
         query = query.to(dtype)
         keys = (layer.keys.weight * scale.view(layer.heads, 2, 1, -1)).to(dtype)
         bias = torch.randn(keys.shape[:3], device=device) * 0.01
@@ -296,7 +297,7 @@ def stages(
 
     def query_network() -> None:
         with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
-            layer.query.unfolded(x)
+            layer.query(x)
 
     found["query network, BatchNorm statistics"] = clock(query_network), None
     found["sub-key scores"] = clock(lambda: search_op.sub_key_scores(query, keys)), 1e-9 * scores.numel() * 4

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from pkm.config.kinds import KEYS, READS, one_of
 from pkm.config.load import Resolved
 from pkm.config.load import load as load_file
 from pkm.config.part import Natural, Part, Positive
@@ -84,7 +85,7 @@ class MemoryConfig(Part):
     """Blocks that hold a memory, counted from 1."""
     count: Positive | None = None
     """Instead of layers: that many memories at regular intervals."""
-    keys: Literal["product", "flat"] = "product"
+    keys: Annotated[str, *one_of(KEYS)] = "product"
     """Key set: pairs of sub-keys, or one vector a slot."""
     sub_keys: Positive | None = None
     """Product keys: sub-keys a side, C; the memory has C * C slots."""
@@ -95,12 +96,19 @@ class MemoryConfig(Part):
     knn: Positive = 32
     """Slots that a head reads, k."""
     query: QueryConfig = QueryConfig()
+    read: Annotated[str, *one_of(READS)] = "rows"
+    """What a slot gives: rows = its value, summed over the slots with their weights."""
     values_std: Rate | None = None
     """Standard deviation of the values at the start; null = dim ** -0.5."""
     place: Literal["replace", "beside", "after"] = "replace"
     """In place of the block's feed-forward network, added to its output, or a sublayer of its own after it."""
     kernels: Literal["auto", "reference", "triton", "faiss"] = "auto"
     """Who searches and reads: auto takes the fastest that the device and the shapes allow."""
+
+    @property
+    def size(self) -> int:
+        """Slots, K, given or as pairs of sub-keys."""
+        return self.slots or (self.sub_keys or 0) ** 2
 
 
 class DenseOptim(Part):
@@ -309,7 +317,7 @@ class Config(Part):
         """Slots of one memory, K."""
         if self.memory is None:
             return 0
-        return self.memory.slots if self.memory.keys == "flat" else (self.memory.sub_keys or 0) ** 2  # type: ignore[return-value]
+        return self.memory.size
 
 
 def memory_interval(layers: int, count: int) -> int:

@@ -20,6 +20,7 @@ from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.memory.usage import Usage, UsageMeter
 from pkm.model.transformer import Transformer
+from pkm.text.vocab import PAD_ID
 
 WARM_UP_BATCHES = 3
 
@@ -76,13 +77,14 @@ def evaluate(
     with _inference(model), recording(model):
         for inputs, targets in _batches(split, config, documents):
             between()
-            ids, wanted = (torch.from_numpy(part).to(compute.device) for part in (inputs, targets))
             with compute.autocast():
-                nll += float(model(ids, wanted))
+                nll += float(_forward(model, compute, inputs, targets))
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
-            reads = (wanted != IGNORE).flatten()  # never padding: what follows it is not scored
+            reads = (
+                torch.from_numpy(targets != IGNORE).flatten().to(compute.device)
+            )  # never padding: what follows it is not scored
             for layer, memory in model.memories():
                 indices, weights, _ = memory.selection
                 meters[layer].update(indices, weights, reads)
@@ -131,14 +133,14 @@ def measure_speed(
         for inputs, targets in islice(_batches(split, config, None), WARM_UP_BATCHES):
             compute.wait()
             started = time.perf_counter()
-            model(*(torch.from_numpy(part).to(device) for part in (inputs, targets)))
+            _forward(model, compute, inputs, targets)
             compute.wait()
             one = time.perf_counter() - started
         count = dist.broadcast_object(max(1, int(seconds / one)))  # every rank must do as many
         tokens = words = 0
         started = time.perf_counter()
         for inputs, targets in islice(_batches(split, config, None), count):
-            model(*(torch.from_numpy(part).to(device) for part in (inputs, targets)))
+            _forward(model, compute, inputs, targets)
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
@@ -192,6 +194,12 @@ def recording(model: Transformer, active: bool = True) -> Iterator[None]:
     finally:
         for _, memory in model.memories():
             memory.record = False
+
+
+def _forward(model: Transformer, compute: Compute, inputs: Any, targets: Any) -> Tensor:
+    """The summed loss of a batch of NumPy arrays; text ends within it, and what follows is padding."""
+    ids, wanted = (torch.from_numpy(part).to(compute.device) for part in (inputs, targets))
+    return model(ids, wanted, ids != PAD_ID)
 
 
 def _exp(x: float) -> float:

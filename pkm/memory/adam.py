@@ -119,7 +119,7 @@ def _update(rows: Tensor, grad: Tensor, table: Tensor, step: AdamStep) -> None:
     if table.is_cuda:
         from pkm.memory.kernels.backend import choose
 
-        if choose("auto", table.device) == "triton":
+        if choose("auto", table.device).name == "triton":
             from pkm.memory.kernels import triton_adam
 
             return triton_adam.update(rows, grad, table, step)

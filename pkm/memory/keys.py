@@ -5,10 +5,45 @@ Shapes: N tokens, H heads, K slots, C sub-keys a side (K = C * C), q query size,
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
-from pkm.memory.kernels import flat_search_op, reference, search_op
+from pkm.config.kinds import KEYS, named
+from pkm.config.schema import MemoryConfig
+from pkm.memory.kernels import reference
+from pkm.memory.kernels.backend import REFERENCE, Backend
+from pkm.memory.query import Query
+
+
+class Keys(Protocol):
+    """Which slots a query reads, and with which weights. A module; `build_keys` makes what a config names."""
+
+    slots: int
+    """K."""
+
+    def search(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """query (N, H, q) -> slots (N, H, k) int64, best first, and their scores (N, H, k): the definition of correct."""
+
+    def select(self, query: Query, k: int) -> tuple[Tensor, Tensor]:
+        """What a memory reads: slots (N, H, k), int32 or int64, and their weights (N, H, k), at least fp32."""
+
+
+def build_keys(config: MemoryConfig) -> Keys:
+    """The keys that `memory.keys` names (pkm.config.kinds)."""
+    keys: Keys = named(KEYS[config.keys].build)(config)
+    return keys
+
+
+def product_keys(config: MemoryConfig) -> ProductKeys:
+    assert config.sub_keys is not None
+    return ProductKeys(config.heads, config.sub_keys, config.query.dim)
+
+
+def flat_keys(config: MemoryConfig) -> FlatKeys:
+    assert config.slots is not None
+    return FlatKeys(config.heads, config.slots, config.query.dim)
 
 
 class ProductKeys(nn.Module):
@@ -17,6 +52,7 @@ class ProductKeys(nn.Module):
     def __init__(self, heads: int, sub_keys: int, dim: int):
         super().__init__()
         self.heads, self.sub_keys, self.slots = heads, sub_keys, sub_keys**2
+        self.backend: Backend = REFERENCE
         bound = (dim // 2) ** -0.5
         self.weight = nn.Parameter(torch.empty(heads, 2, sub_keys, dim // 2).uniform_(-bound, bound))
 
@@ -31,13 +67,13 @@ class ProductKeys(nn.Module):
         """query (N, H, q) -> the k best slots of each head (N, H, k) int64 and their scores (N, H, k), best first."""
         return reference.select_product(self.scores(query), k)
 
-    def select(
-        self, query: Tensor, scale: Tensor | None, shift: Tensor | None, k: int, kernels: str
-    ) -> tuple[Tensor, Tensor]:
-        """`search` with query * scale + shift for a query, and softmax: slots (N, H, k) int32, weights (N, H, k). Fast."""
-        with torch.autocast(query.device.type, enabled=False):
-            keys, bias = fold(self.weight, scale, shift, (self.heads, 2, 1, -1))
-            return search_op.search(query, keys.to(query.dtype), bias, k, kernels)
+    def select(self, query: Query, k: int) -> tuple[Tensor, Tensor]:
+        """Slots (N, H, k), and the softmax over their scores (paper 3.1, eq. 2)."""
+        if self.backend.searches_plainly:
+            return plainly(self, query, k)
+        with torch.autocast(query.raw.device.type, enabled=False):
+            keys, bias = fold(self.weight, query.scale, query.shift, (self.heads, 2, 1, -1))
+            return self.backend.search(query.raw.to(query.dtype), keys.to(query.dtype), bias, k)
 
     def search_faiss(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`search` with faiss for the nearest sub-keys; which of equal sub-keys it takes is faiss' choice."""
@@ -57,6 +93,7 @@ class FlatKeys(nn.Module):
     def __init__(self, heads: int, slots: int, dim: int):
         super().__init__()
         self.heads, self.slots = heads, slots
+        self.backend: Backend = REFERENCE
         bound = dim**-0.5
         self.weight = nn.Parameter(torch.empty(heads, slots, dim).uniform_(-bound, bound))
 
@@ -66,13 +103,13 @@ class FlatKeys(nn.Module):
             dtype = reference.at_least_fp32(query.dtype)
             return reference.select_flat(query.to(dtype), self.weight.to(dtype), k)
 
-    def select(
-        self, query: Tensor, scale: Tensor | None, shift: Tensor | None, k: int, kernels: str
-    ) -> tuple[Tensor, Tensor]:
-        """`search` with query * scale + shift for a query, and softmax: slots (N, H, k) int32, weights (N, H, k). Fast."""
-        with torch.autocast(query.device.type, enabled=False):
-            keys, bias = fold(self.weight, scale, shift, (self.heads, 1, -1))
-            return flat_search_op.search_flat(query, keys.to(query.dtype), bias, k, kernels)
+    def select(self, query: Query, k: int) -> tuple[Tensor, Tensor]:
+        """Slots (N, H, k), and the softmax over their scores (paper 3.1, eq. 2)."""
+        if self.backend.searches_plainly:
+            return plainly(self, query, k)
+        with torch.autocast(query.raw.device.type, enabled=False):
+            keys, bias = fold(self.weight, query.scale, query.shift, (self.heads, 1, -1))
+            return self.backend.search_flat(query.raw.to(query.dtype), keys.to(query.dtype), bias, k)
 
     def search_faiss(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`search` with faiss for the nearest keys; which of equal keys it takes, and their order, is faiss' choice."""
@@ -83,6 +120,13 @@ class FlatKeys(nn.Module):
             dtype = reference.at_least_fp32(query.dtype)
             heads = torch.arange(self.heads, device=query.device).view(-1, 1)
             return slots, torch.einsum("nhq,nhkq->nhk", query.to(dtype), self.weight[heads, slots].to(dtype))
+
+
+def plainly(keys: ProductKeys | FlatKeys, query: Query, k: int) -> tuple[Tensor, Tensor]:
+    """`select` by way of `search`, or of faiss."""
+    search = keys.search_faiss if keys.backend.faiss else keys.search
+    slots, scores = search(query.whole(), k)
+    return slots, scores.softmax(-1)
 
 
 def fold(weight: Tensor, scale: Tensor | None, shift: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -5,71 +5,75 @@ Shapes: B windows, T tokens, N = B * T, d model width, H heads, k slots a head r
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator
+from itertools import chain
 
-import torch
 from torch import Tensor, nn
 
 from pkm.config.schema import MemoryConfig
+from pkm.errors import UserError
 from pkm.memory.kernels import backend
-from pkm.memory.keys import FlatKeys, ProductKeys
-from pkm.memory.query import BatchNorm, QueryNetwork
-from pkm.memory.sharding import read_sharded
+from pkm.memory.kernels.backend import Backend
+from pkm.memory.keys import build_keys
+from pkm.memory.output import build_output
+from pkm.memory.query import QueryNetwork, compute_dtype
+from pkm.memory.read import build_read
 from pkm.memory.values import Values
 
 
 class MemoryLayer(nn.Module):
     """m(x) = sum over heads of sum over the k selected slots i of w_i v_i, w = softmax of their scores (paper eq. 1-3).
 
+    Three choices make a memory: its address (`query` and `keys`: which slots a token reads, with which weights), its `read`
+    (what they give) and its `output` (what becomes of that).
+
     Under autocast the query network and products with keys run in its dtype; scores, softmax and statistics stay in fp32.
 
+    backend    who computes where the weights are now; None where what the config wants cannot run
     record     if True, `selection` holds what the last forward selected: indices (N, H, k) and weights (N, H, k) of all
                tokens, and which of them are not padding, (N,) bool, or None where no mask was given; and `squares` the
                mean squares of the last output and of the residual stream that it was added to
-    sharded    if True, `values` holds this rank's columns only (pkm.memory.sharding)
     """
 
     selection: tuple[Tensor, Tensor, Tensor | None]
     squares: tuple[Tensor, Tensor]
+    backend: Backend | None
 
     def __init__(self, config: MemoryConfig, dim: int):
         super().__init__()
         backend.check(config.kernels)
         self.heads, self.knn, self.wanted_kernels = config.heads, config.knn, config.kernels
         self.query = QueryNetwork(config.query, dim, config.heads)
-        self.keys: ProductKeys | FlatKeys
-        if config.keys == "product":
-            assert config.sub_keys is not None
-            self.keys = ProductKeys(config.heads, config.sub_keys, config.query.dim)
-        else:
-            assert config.slots is not None
-            self.keys = FlatKeys(config.heads, config.slots, config.query.dim)
+        self.keys = build_keys(config)
         self.values = Values(self.keys.slots, dim, config.values_std)
+        self.read = build_read(config, dim)
+        self.output = build_output(config, dim)
         self.record = False
-        self.sharded = False
+        self._choose_backend()
 
     @property
     def slots(self) -> int:
         return self.keys.slots
+
+    def addressing(self) -> Iterator[nn.Parameter]:
+        """The parameters that decide which slots are read."""
+        return chain(self.query.parameters(), self.keys.parameters())  # type: ignore[attr-defined]
 
     def output_share(self) -> float:
         """rms of the last recorded output over rms of the residual stream that it was added to."""
         output, residual = self.squares
         return float((output / residual).sqrt())
 
-    @property
-    def kernels(self) -> str:
-        """One line: who computes this layer where its weights are now."""
-        return backend.describe(self.wanted_kernels, self.values.weight.device)
-
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x (B, T, d), mask (B, T) bool with True for real tokens -> (B, T, d); 0 for padding, which reads nothing."""
-        kernels = backend.choose(self.wanted_kernels, x.device)
-        if kernels == "triton" and x.dtype is torch.float64:
-            kernels = "torch"
+        """x (B, T, d), mask (B, T) bool with True for real tokens, None if all are -> (B, T, d); 0 for padding, which reads nothing.
+
+        UserError if the kernels that the config wants cannot run where the weights are.
+        """
+        if self.backend is None:
+            self._choose()
         tokens = x.flatten(0, -2)
         real = None if mask is None else mask.flatten()
-        indices, weights = self.search(tokens, real, kernels)
+        indices, weights = self.keys.select(self.query(tokens, real), self.knn)
         if self.record:
             # Padding too: how many tokens are none would be a size that compiled code cannot know.
             self.selection = indices, weights.detach(), real
@@ -77,24 +81,23 @@ class MemoryLayer(nn.Module):
             padding = ~real.view(-1, 1, 1)
             indices = indices.masked_fill(padding, -1)
             weights = weights.masked_fill(padding, 0)  # also where they are NaN
-        read = partial(read_sharded, self.values) if self.sharded else self.values.read
-        return read(indices.flatten(1), weights.flatten(1), compute_dtype(x), kernels).view(x.shape)
+        given = self.read(self.values, tokens, indices.flatten(1), weights.flatten(1), compute_dtype(x))
+        return self.output(given, tokens).view(x.shape)
 
-    def search(self, tokens: Tensor, real: Tensor | None, kernels: str) -> tuple[Tensor, Tensor]:
-        """tokens (N, d), real (N,) bool or None -> slots (N, H, k) and weights (N, H, k), at least fp32."""
-        if isinstance(self.query.norm, BatchNorm):
-            self.query.norm.kernels = kernels
-        if self.wanted_kernels == "faiss":
-            indices, scores = self.keys.search_faiss(self.query(tokens, real), self.knn)
-        elif kernels == "reference":
-            indices, scores = self.keys.search(self.query(tokens, real), self.knn)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MemoryLayer:
+        """What `.to`, `.cuda`, `.double` and their like do: weights that are elsewhere now may want another backend."""
+        super()._apply(fn, recurse)
+        self._choose_backend()
+        return self
+
+    def _choose_backend(self) -> None:
+        try:
+            self.backend = self._choose()
+        except UserError:  # it may yet be moved; if not, `forward` says it
+            self.backend = None
         else:
-            query, scale, shift = self.query.unfolded(tokens, real)
-            return self.keys.select(query.to(compute_dtype(tokens)), scale, shift, self.knn, kernels)
-        return indices, scores.softmax(-1)
+            backend.give(self, self.backend)
 
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, else that of x."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    def _choose(self) -> Backend:
+        weight = next(self.parameters())
+        return backend.choose(self.wanted_kernels, weight.device, weight.dtype)

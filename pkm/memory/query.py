@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,23 @@ from torch import Tensor, nn
 
 from pkm.config.schema import QueryConfig
 from pkm.memory.kernels import statistics
+from pkm.memory.kernels.backend import REFERENCE, Backend
+
+
+class Query(NamedTuple):
+    """Queries of N tokens, before an affine map that the keys can take in instead: they are fewer than queries."""
+
+    raw: Tensor
+    """(N, H, q)."""
+    scale: Tensor | None
+    """(H, q): the query is raw * scale + shift, or raw where both are None."""
+    shift: Tensor | None
+    dtype: torch.dtype
+    """In which fast kernels multiply them with keys."""
+
+    def whole(self) -> Tensor:
+        """(N, H, q), normalised."""
+        return self.raw if self.scale is None or self.shift is None else self.raw * self.scale + self.shift
 
 
 class BatchNorm(nn.Module):
@@ -25,7 +43,7 @@ class BatchNorm(nn.Module):
     statistics and is causal.
 
     momentum        weight of the newest batch in the running statistics
-    kernels         who computes statistics: "reference", "torch" or "triton"
+    backend         who computes statistics
     sum_over_ranks  if set: differentiable sum of a tensor over all ranks, for statistics of the whole batch
     """
 
@@ -36,7 +54,7 @@ class BatchNorm(nn.Module):
         super().__init__()
         self.momentum, self.eps = momentum, eps
         self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
-        self.kernels = "reference"
+        self.backend: Backend = REFERENCE
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
         self.register_buffer("running_mean", torch.zeros(features))
@@ -61,7 +79,7 @@ class BatchNorm(nn.Module):
 
     def _batch_statistics(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Mean and (biased) variance of each feature and the number of tokens they are over."""
-        mean, var, count = statistics.column_statistics(x, mask, self.kernels)
+        mean, var, count = self.backend.column_statistics(x, mask)
         if self.sum_over_ranks is None:
             return mean, var, count
         # Chan et al.: the parts' means and variances give the whole's without a second pass over x.
@@ -96,25 +114,15 @@ class QueryNetwork(nn.Module):
             h = layer(F.relu(h))
         return h
 
-    def unfolded(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """-> queries (N, H, q), scale and shift (H, q): normalised are queries * scale + shift, or the queries where both are None.
-
-        Batch normalisation is affine in the query, so that the keys can take it in, which are fewer than queries.
-        """
-        if not isinstance(self.norm, BatchNorm):
-            return self(x, mask), None, None
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Query:
+        """x (N, d), mask (N,) bool or None, True for tokens that are not padding."""
         h = self.raw(x)
-        scale, shift = (t.unflatten(0, (self.heads, self.dim)) for t in self.norm.affine(h, mask))
-        return h.unflatten(-1, (self.heads, self.dim)), scale, shift
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x (N, d), mask (N,) bool or None -> normalised queries (N, H, q)."""
-        h = self.raw(x)
+        scale = shift = None
         if isinstance(self.norm, BatchNorm):
-            h = self.norm(h, mask)
+            scale, shift = (t.unflatten(0, (self.heads, self.dim)) for t in self.norm.affine(h, mask))
         elif self.norm is not None:
             h = self.norm(h)
-        return h.unflatten(-1, (self.heads, self.dim))
+        return Query(h.unflatten(-1, (self.heads, self.dim)), scale, shift, compute_dtype(x))
 
 
 class HeadsLinear(nn.Module):
@@ -144,3 +152,9 @@ class HeadsLayerNorm(nn.Module):
         x = x.unflatten(-1, (self.heads, -1))
         x = F.layer_norm(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x, x.shape[-1:], eps=self.eps)
         return x.flatten(-2) * self.weight + self.bias
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype where it is on, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

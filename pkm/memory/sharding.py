@@ -27,15 +27,16 @@ def columns(width: int) -> slice:
 
 
 def shard(values: Values) -> None:
-    """Keep this rank's columns of a whole table."""
+    """Keep this rank's columns of a whole table, and read from every rank's."""
     whole = values.weight
+    values.read_sharded = read_sharded
     values.weight = nn.Parameter(whole.detach()[:, columns(whole.shape[1])].clone(), requires_grad=whole.requires_grad)
 
 
-def read_sharded(values: Values, indices: Tensor, weights: Tensor, dtype: torch.dtype, kernels: str) -> Tensor:
+def read_sharded(values: Values, indices: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """As `Values.read`, where this rank holds d / R columns: indices (N, J), weights (N, J) -> (N, d)."""
     everyones = gather(indices).flatten(0, 1)
-    part = values.read(everyones, gather_differentiably(weights).flatten(0, 1), dtype, kernels)
+    part = values.read_columns(everyones, gather_differentiably(weights).flatten(0, 1), dtype)
     parts = exchange(part.view(dist.world_size(), len(indices), -1))
     return parts.transpose(0, 1).reshape(len(indices), -1)
 

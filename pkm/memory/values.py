@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pkm.memory.kernels import read_op
 from pkm.memory.kernels.adam_step import AdamStep
+from pkm.memory.kernels.backend import REFERENCE, Backend
 
-_table_ids = itertools.count(1)
+_tickets = itertools.count(1)
 
 
 class RowGradient(NamedTuple):
@@ -34,35 +35,54 @@ class Values(nn.Module):
     sparse  after `.collect_rows()`: `weight` has no `.grad`; backward leaves the compact gradient of the rows that were
             read in `.gradient()`, summed over backward passes until `.clear_gradient()`
     fused   while `inside_backward` is set: backward asks it for an update and applies that to the rows; no gradient is left
+
+    backend       who reads
+    read_sharded  if set, `weight` is this rank's columns only, and this reads from all of them (pkm.memory.sharding)
     """
 
     def __init__(self, slots: int, dim: int, std: float | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(slots, dim).normal_(std=std or dim**-0.5))
-        # A tensor, so that all tables of a size share compiled code: a number would be a constant of it.
-        self.table_id = torch.tensor(0, device="cpu")
+        self.backend: Backend = REFERENCE
+        self.read_sharded: Callable[[Values, Tensor, Tensor, torch.dtype], Tensor] | None = None
+        # By which backward finds the table. A tensor, so that all tables of a size share compiled code: a number would
+        # be a constant of it.
+        self.ticket = torch.tensor(0, device="cpu")
         self.collects = False
         self.inside_backward: Callable[[], AdamStep] | None = None
         self._gradient: RowGradient | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether `weight` is this rank's columns only."""
+        return self.read_sharded is not None
 
     def collect_rows(self) -> None:
         """From now on keep compact gradients of the rows that were read instead of `weight.grad`."""
         self.weight.requires_grad_(False)
         self.weight.grad = None
-        self.collects, self.table_id = True, torch.tensor(next(_table_ids), device="cpu")
-        read_op.RECEIVERS[int(self.table_id)] = self
+        self.collects = True
+        self._draw_ticket()
 
-    def read(
-        self, indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None, kernels: str = "reference"
-    ) -> Tensor:
+    def _draw_ticket(self) -> None:
+        self.ticket = torch.tensor(next(_tickets), device="cpu")
+        read_op.RECEIVERS[int(self.ticket)] = self
+
+    def read(self, indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Weighted sum of rows: indices (N, J) int32 or int64, weights (N, J) -> (N, d) in `dtype`, by default the table's.
 
         An index below 0 reads nothing, leaves no gradient and touches no row.
         """
+        if self.read_sharded is not None:
+            return self.read_sharded(self, indices, weights, dtype or self.weight.dtype)
+        return self.read_columns(indices, weights, dtype)
+
+    def read_columns(self, indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """As `read`, of the columns that this rank holds."""
         if self.collects and torch.is_grad_enabled() and not weights.requires_grad:
             # Backward must pass here for the rows' sake even where nothing before needs a gradient.
             weights = weights.detach().requires_grad_()
-        return read_op.read(self.weight, indices, weights, self.table_id, dtype or self.weight.dtype, kernels)
+        return self.backend.read(self.weight, indices, weights, self.ticket, dtype or self.weight.dtype)
 
     def gradient(self) -> RowGradient | None:
         """Sum over all backward passes since `.clear_gradient()`; None if no row was read."""
@@ -84,6 +104,20 @@ class Values(nn.Module):
     def step_inside_backward(self) -> AdamStep | None:
         """The update that backward is to apply, if it is to."""
         return self.inside_backward() if self.inside_backward is not None else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or what is unpickled, begins as a parameter's does: without a gradient. The optimizer is the original's.
+        return {**super().__getstate__(), "_gradient": None, "inside_backward": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.collects:
+            self._draw_ticket()  # of its own: with the original's ticket its gradients would go there
+
+
+def tables(model: nn.Module) -> dict[str, Values]:
+    """Every table in `model` by its name there, once, however many layers read it."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Values)}
 
 
 def add_rows(a: RowGradient, b: RowGradient) -> RowGradient:

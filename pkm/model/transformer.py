@@ -16,8 +16,8 @@ from pkm.config.schema import Config, ModelConfig
 from pkm.distributed import dist
 from pkm.memory.kernels.reference import at_least_fp32
 from pkm.memory.layer import MemoryLayer
+from pkm.memory.values import Values, tables
 from pkm.model.loss import linear_cross_entropy
-from pkm.text.vocab import PAD_ID
 
 LAYER_NORM_EPS = 1e-12  # XLM's
 
@@ -73,8 +73,8 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(dim, eps=LAYER_NORM_EPS) for _ in range(3 if place == "after" else 2))
         self.dropout = nn.Dropout(config.model.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x (B, T, d); mask (B, T) bool, True for tokens that are not padding."""
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x (B, T, d); mask (B, T) bool, True for tokens that are not padding, or None if none are."""
         x = self._sublayer(0, x, self.attention)
         residual = x
         x = self._sublayer(1, x, lambda h: self._feed_forward(h, mask, residual))
@@ -87,13 +87,13 @@ class Block(nn.Module):
         norm = self.norms[i]
         return x + self.dropout(f(norm(x))) if self.pre_norm else norm(x + self.dropout(f(x)))
 
-    def _feed_forward(self, x: Tensor, mask: Tensor, residual: Tensor) -> Tensor:
+    def _feed_forward(self, x: Tensor, mask: Tensor | None, residual: Tensor) -> Tensor:
         if self.feed_forward is None:
             return self._memory(x, mask, residual)
         y = self.feed_forward(x)
         return y + self._memory(x, mask, residual) if self.place == "beside" else y
 
-    def _memory(self, x: Tensor, mask: Tensor, residual: Tensor) -> Tensor:
+    def _memory(self, x: Tensor, mask: Tensor | None, residual: Tensor) -> Tensor:
         assert self.memory is not None
         y = self.memory(x, mask)
         if self.memory.record:
@@ -136,9 +136,26 @@ class Transformer(nn.Module):
         """The memory of a layer counted from 1."""
         return self.blocks[layer - 1].memory  # type: ignore[return-value]
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """ids (B, T) int64, T <= context -> hidden states (B, T, d) that the output layer reads."""
-        mask = ids != PAD_ID
+    def tables(self) -> dict[str, Values]:
+        """Every table of values by its name in the model, once, however many layers read it."""
+        return tables(self)
+
+    def groups(self) -> dict[str, dict[str, nn.Parameter]]:
+        """All other parameters by group and name: dense, embeddings (output layer's too: it is tied to them), addressing."""
+        of_tables = {id(table.weight) for table in self.tables().values()}
+        of = {id(p): "embeddings" for p in (self.tokens.weight, self.positions.weight)}
+        of |= {id(p): "addressing" for _, memory in self.memories() for p in memory.addressing()}
+        groups: dict[str, dict[str, nn.Parameter]] = {"dense": {}, "embeddings": {}, "addressing": {}}
+        for name, p in self.named_parameters():
+            if id(p) not in of_tables:
+                groups[of.get(id(p), "dense")][name] = p
+        return {group: parameters for group, parameters in groups.items() if parameters}
+
+    def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """ids (B, T) int64, T <= context -> hidden states (B, T, d) that the output layer reads.
+
+        mask    (B, T) bool, True for tokens that are not padding; None if none are, as in training
+        """
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         x = self.dropout(self.embedding_norm(x))
         for block in self.blocks:
@@ -150,9 +167,12 @@ class Transformer(nn.Module):
         """hidden (..., d) -> (..., V)."""
         return F.linear(hidden, self.tokens.weight, self.output_bias)
 
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-likelihood in nats, fp32, summed over the targets that are not IGNORE; ids, targets (B, T) int64."""
-        hidden = self.hidden(ids).flatten(0, 1)
+    def forward(self, ids: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Negative log-likelihood in nats, fp32, summed over the targets that are not IGNORE; ids, targets (B, T) int64.
+
+        mask    as in `hidden`
+        """
+        hidden = self.hidden(ids, mask).flatten(0, 1)
         return linear_cross_entropy(hidden, self.tokens.weight, self.output_bias, targets.flatten())
 
 
@@ -164,12 +184,12 @@ def build_model(config: Config, vocab_size: int) -> Transformer:
 
 def parameters(model: Transformer) -> tuple[int, int]:
     """How many: dense ones, and those of the values on all ranks together."""
-    dense = sum(p.numel() for name, p in model.named_parameters() if ".memory.values." not in name)
-    values = (m.values.weight.numel() * (dist.world_size() if m.sharded else 1) for _, m in model.memories())
+    dense = sum(p.numel() for group in model.groups().values() for p in group.values())
+    values = (t.weight.numel() * (dist.world_size() if t.sharded else 1) for t in model.tables().values())
     return dense, sum(values)
 
 
 def column_sharded(model: Transformer, tensors: dict[str, Tensor]) -> set[str]:
     """Names of the tensors that the ranks share out by columns: sharded values and what their optimizer keeps of them."""
-    tables = [f".blocks.{layer - 1}.memory.values." for layer, memory in model.memories() if memory.sharded]
-    return {name for name, tensor in tensors.items() if tensor.ndim == 2 and any(table in name for table in tables)}
+    sharded = [f".{name}." for name, table in model.tables().items() if table.sharded]
+    return {name for name, tensor in tensors.items() if tensor.ndim == 2 and any(table in name for table in sharded)}

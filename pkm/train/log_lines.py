@@ -81,7 +81,7 @@ def start_line(model: Transformer, compute: Compute, step: int) -> str:
     dense, values = parameters(model)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     ranks = f", {dist.world_size()} ranks" if dist.world_size() > 1 else ""
-    memories = "".join(f" | memory at layer {layer}: {memory.kernels}" for layer, memory in model.memories())
+    memories = "".join(f" | memory at layer {layer}: {memory.backend}" for layer, memory in model.memories())
     begins = f"going on after step {step}" if step else "beginning"
     return f"{begins} | {amount(dense)} dense parameters, {amount(values)} values | {device.type} ({card}{ranks}), {precision}{memories}"
 

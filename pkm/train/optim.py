@@ -163,17 +163,6 @@ class LossScale:
         return {"value": self.value, "clean_steps": self.clean_steps}
 
 
-EMBEDDINGS = ("tokens.", "positions.")
-ADDRESSING = (".memory.query.", ".memory.keys.")
-
-
-def group_of(name: str) -> str:
-    """The group of a parameter that is not a memory's values, by its name in the model."""
-    if name.startswith(EMBEDDINGS):
-        return "embeddings"
-    return "addressing" if any(part in name for part in ADDRESSING) else "dense"
-
-
 class Optimizers:
     """Groups of parameters and their optimizers: learning rates, clipping and updates, each by its own settings.
 
@@ -183,27 +172,22 @@ class Optimizers:
 
     def __init__(self, settings: OptimConfig, model: Transformer):
         self.steps = settings.steps
-        self.sharded = any(memory.sharded for _, memory in model.memories())
-        tables = {f"blocks.{layer - 1}.memory.values": memory.values for layer, memory in model.memories()}
-        named = dict(model.named_parameters())
-        values = {name: p for name, p in named.items() if name.removesuffix(".weight") in tables}
-        dense = {name: p for name, p in named.items() if name not in values and p.requires_grad}
-        groups: dict[str, dict[str, nn.Parameter]] = {"dense": {}, "embeddings": {}, "addressing": {}}
-        for name, p in dense.items():
-            groups[group_of(name)][name] = p
-        groups = {name: parameters for name, parameters in groups.items() if parameters}
+        tables = {f"{name}.weight": table for name, table in model.tables().items()}
+        self.sharded = any(table.sharded for table in tables.values())
+        groups = model.groups()
         self.settings = {name: settings.group(name) for name in [*groups, *(["values"] if tables else [])]}
 
         self.dense = DenseAdam(groups, self.settings)
         self.values: DenseAdam | ValuesAdam | None = None
         if tables and settings.values.update == "dense":
+            values = {name: table.weight for name, table in tables.items()}
             self.values = DenseAdam({"values": values}, {"values": self.settings["values"]})
         elif tables:
-            of_values = {f"{name}.weight": table for name, table in tables.items()}
-            self.values = ValuesAdam(of_values, self.settings["values"])  # type: ignore[arg-type]
+            self.values = ValuesAdam(tables, self.settings["values"])  # type: ignore[arg-type]
         # Dense parameters whose gradients have one norm, and are scaled together if it is too large.
         apart = [name for name in groups if name != "dense" and getattr(settings, name).clip != "with dense"]
-        self.clipped = {"dense": [p for name, p in dense.items() if group_of(name) not in apart]}
+        others = {*tables, *(name for group in apart for name in groups[group])}
+        self.clipped = {"dense": [p for name, p in model.named_parameters() if name not in others]}
         self.clipped |= {name: list(groups[name].values()) for name in apart}
 
     def learning_rates(self, step: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pkm.distributed import dist
 from pkm.distributed.collectives import sum_over_ranks
 from pkm.errors import UserError
 from pkm.memory import sharding
-from pkm.memory.kernels.backend import describe
+from pkm.memory.kernels.backend import choose
 from pkm.memory.query import BatchNorm
 from pkm.model.transformer import Transformer
 
@@ -25,7 +25,7 @@ def kernels_line(config: Config) -> str:
     if config.memory is None:
         return "no memory, no kernels"
     try:
-        return f"kernels on this machine: {describe(config.memory.kernels, pick_device(config))}"
+        return f"kernels on this machine: {choose(config.memory.kernels, pick_device(config))}"
     except UserError as missing:  # a login node may well lack the GPU that the run will have
         return f"kernels: {config.memory.kernels}; on this machine not to be told: {missing.what}"
 
@@ -38,12 +38,10 @@ def apply_parallelism(model: Transformer, config: Config) -> Transformer:
     """
     model.activation_checkpointing = config.parallel.activation_checkpointing
     if dist.world_size() > 1:
-        for _, memory in model.memories():
-            if config.parallel.batch_norm == "all ranks" and isinstance(memory.query.norm, BatchNorm):
-                memory.query.norm.sum_over_ranks = sum_over_ranks
-            if config.parallel.values == "sharded":
-                sharding.shard(memory.values)
-                memory.sharded = True
+        for norm in batch_norms(model):
+            norm.sum_over_ranks = sum_over_ranks if config.parallel.batch_norm == "all ranks" else None
+        for table in model.tables().values() if config.parallel.values == "sharded" else ():
+            sharding.shard(table)
     if config.compile:
         for block in model.blocks:
             block.compile()  # one block at a time: they share the compiled code, so it is done in the time of a few
@@ -57,7 +55,7 @@ def distribute(model: Transformer) -> nn.Module:
     """
     if dist.world_size() == 1:
         return model
-    values = [f"blocks.{layer - 1}.memory.values.weight" for layer, _ in model.memories()]
+    values = [f"{name}.weight" for name in model.tables()]
     # Running statistics are each rank's own. torch 2.13 renamed the setting that says so; this way all versions know it.
     buffers = [name for name, _ in model.named_buffers()]
     DDP._set_params_and_buffers_to_ignore_for_model(model, values + buffers)
@@ -72,10 +70,13 @@ def sync_on_last(module: nn.Module, last: bool) -> AbstractContextManager[object
     return nullcontext() if last or not isinstance(module, DDP) else module.no_sync()
 
 
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, BatchNorm)]
+
+
 def average_statistics(model: Transformer) -> None:
     """With `batch_norm: each rank` the running statistics become the ranks' mean, so that all score and save the same model."""
-    norms = [memory.query.norm for _, memory in model.memories() if isinstance(memory.query.norm, BatchNorm)]
-    own = [buffer for norm in norms if norm.sum_over_ranks is None for buffer in norm.buffers()]
+    own = [buffer for norm in batch_norms(model) if norm.sum_over_ranks is None for buffer in norm.buffers()]
     if dist.world_size() == 1 or not own:
         return
     means = dist.all_reduce(torch.cat(own)) / dist.world_size()

@@ -6,19 +6,21 @@ import torch
 from pkm.config.schema import ValuesOptim
 from pkm.errors import UserError
 from pkm.memory.adam import ValuesAdam
+from pkm.memory.kernels.backend import Backend
 from pkm.memory.values import Values
 
 
 def table(settings: ValuesOptim, slots: int = 10, dim: int = 4) -> tuple[Values, ValuesAdam]:
     torch.manual_seed(0)
     values = Values(slots, dim)
+    values.backend = Backend("torch")
     return values, ValuesAdam({"t": values}, settings)
 
 
 def read(values: Values, rows: list[int], scale: float = 1.0) -> torch.Tensor:
     """A loss that reads `rows`, one a token."""
     indices = torch.tensor(rows).unsqueeze(1)
-    out = values.read(indices, torch.ones(len(rows), 1), torch.float32, "torch")
+    out = values.read(indices, torch.ones(len(rows), 1), torch.float32)
     return scale * (out * torch.arange(1.0, out.numel() + 1).view_as(out)).sum()
 
 
@@ -167,8 +169,8 @@ def test_accumulated_micro_batches_update_as_one_batch_does() -> None:
     whole, other = table(ValuesOptim())
     out = torch.tensor([[1], [2], [2], [7]])
     for rows in (out[:1], out[1:]):
-        parts.read(rows, torch.ones(len(rows), 1), kernels="torch").sum().backward()
-    whole.read(out, torch.ones(4, 1), kernels="torch").sum().backward()
+        parts.read(rows, torch.ones(len(rows), 1)).sum().backward()
+    whole.read(out, torch.ones(4, 1)).sum().backward()
     adam.step(1e-3, 1)
     other.step(1e-3, 1)
     torch.testing.assert_close(parts.weight, whole.weight)

@@ -265,8 +265,9 @@ def test_kernels_are_chosen_by_device(wanted: str, device: str, expected: str, m
     from pkm.memory.kernels import backend
 
     monkeypatch.setattr(backend, "TRITON", True)
-    assert backend.choose(wanted, torch.device(device)) == expected
-    assert backend.describe(wanted, torch.device(device)).startswith(expected)
+    chosen = backend.choose(wanted, torch.device(device))
+    assert chosen.name == expected and str(chosen).startswith(expected)
+    assert backend.choose(wanted, torch.device(device), torch.float64).name != "triton"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("faiss") is None, reason="faiss is not installed")

@@ -87,13 +87,13 @@ def test_statistics_of_parts_with_a_sum_over_ranks_equal_those_of_the_whole() ->
 def test_each_head_has_a_query_network_of_its_own(norm: str, hidden: tuple[int, ...]) -> None:
     network = QueryNetwork(QueryConfig(dim=4, hidden=hidden, norm=norm), dim=6, heads=3)
     x = torch.randn(8, 6)
-    before = network(x)
+    before = network(x).whole()
     last = network.deeper[-1] if hidden else network.first
     with torch.no_grad():
         # Head 1's last layer alone.
         weight = last.weight[1] if isinstance(last, HeadsLinear) else last.weight[4:8]
         weight.normal_()
-    after = network(x)
+    after = network(x).whole()
     assert before.shape == (8, 3, 4)
     torch.testing.assert_close(after[:, [0, 2]], before[:, [0, 2]])
     assert not torch.allclose(after[:, 1], before[:, 1])
@@ -107,6 +107,6 @@ def test_parameters_of_the_query_network_are_as_documented(hidden: tuple[int, ..
 
 def test_layer_norm_is_over_each_heads_features() -> None:
     network = QueryNetwork(QueryConfig(dim=16, norm="layer"), dim=6, heads=2)
-    query = network(torch.randn(5, 6) * 10)
+    query = network(torch.randn(5, 6) * 10).whole()
     torch.testing.assert_close(query.mean(-1), torch.zeros(5, 2), rtol=0, atol=1e-5)
     torch.testing.assert_close(query.var(-1, correction=0), torch.ones(5, 2), rtol=0, atol=1e-3)

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from pkm.memory.kernels import cpu, reference
+from pkm.memory.kernels.backend import Backend
 from pkm.memory.values import RowGradient, Values, add_rows
 
 KERNELS = ["reference", "torch"]
@@ -11,9 +12,10 @@ def reads(tokens: int = 7, per_token: int = 5, slots: int = 12) -> tuple[torch.T
     return torch.randint(0, slots, (tokens, per_token)), torch.rand(tokens, per_token, dtype=torch.float64)
 
 
-def pair(slots: int = 12, dim: int = 6) -> tuple[Values, Values]:
+def pair(kernels: str = "reference", slots: int = 12, dim: int = 6) -> tuple[Values, Values]:
     """The same table, once dense and once with compact gradients."""
     dense, sparse = Values(slots, dim).double(), Values(slots, dim).double()
+    dense.backend = sparse.backend = Backend(kernels)
     sparse.load_state_dict(dense.state_dict())
     sparse.collect_rows()
     return dense, sparse
@@ -27,11 +29,11 @@ def test_values_begin_normal_with_variance_one_over_width() -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_read_is_the_weighted_sum_of_rows(kernels: str) -> None:
-    values = Values(12, 6).double()
+    values = pair(kernels)[0]
     indices, weights = reads()
     expected = (weights.unsqueeze(-1) * values.weight[indices]).sum(1)
-    torch.testing.assert_close(values.read(indices, weights, kernels=kernels), expected)
-    torch.testing.assert_close(values.read(indices.int(), weights, kernels=kernels), expected)
+    torch.testing.assert_close(values.read(indices, weights), expected)
+    torch.testing.assert_close(values.read(indices.int(), weights), expected)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -47,10 +49,10 @@ def test_gradients_of_a_read_are_those_of_finite_differences(kernels: str) -> No
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_compact_gradient_is_the_dense_one_on_the_rows_that_were_read(kernels: str) -> None:
-    dense, sparse = pair()
+    dense, sparse = pair(kernels)
     indices, weights = reads(3, 2)
     for table in (dense, sparse):
-        table.read(indices, weights, kernels=kernels).square().sum().backward()
+        table.read(indices, weights).square().sum().backward()
     gradient = sparse.gradient()
     assert gradient is not None and dense.weight.grad is not None and sparse.weight.grad is None
     assert torch.equal(gradient.rows, indices.unique())
@@ -73,11 +75,11 @@ def test_backward_passes_add_up_until_the_gradient_is_cleared() -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_an_index_below_zero_reads_nothing_and_touches_no_row(kernels: str) -> None:
-    _, sparse = pair()
+    _, sparse = pair(kernels)
     indices, weights = reads()
     indices[2:4] = -1
     weights.requires_grad_()
-    out = sparse.read(indices, weights, kernels=kernels)
+    out = sparse.read(indices, weights)
     assert (out[2:4] == 0).all()
     out.sum().backward()
     gradient = sparse.gradient()
@@ -87,12 +89,12 @@ def test_an_index_below_zero_reads_nothing_and_touches_no_row(kernels: str) -> N
 
 
 def test_no_gradient_is_kept_without_a_backward_or_of_nothing() -> None:
-    _, sparse = pair()
+    _, sparse = pair("torch")
     indices, weights = reads()
     with torch.no_grad():
         sparse.read(indices, weights)
     assert sparse.gradient() is None
-    sparse.read(torch.full_like(indices, -1), weights, kernels="torch").sum().backward()
+    sparse.read(torch.full_like(indices, -1), weights).sum().backward()
     assert sparse.gradient() is None
 
 

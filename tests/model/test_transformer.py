@@ -69,16 +69,16 @@ def test_no_earlier_output_moves_when_a_later_token_changes(place, norm):
     assert (before[:, 5:] - after[:, 5:]).abs().amax() > 1e-3
 
 
-def test_padding_changes_neither_loss_nor_gradients_nor_batchnorm():
+def test_what_a_mask_calls_padding_changes_neither_loss_nor_gradients_nor_batchnorm():
     config = tiny_config()
     ids = torch.randint(14, VOCAB_SIZE, (4, 6), generator=torch.Generator().manual_seed(1))
     targets = torch.randint(14, VOCAB_SIZE, (4, 6), generator=torch.Generator().manual_seed(2))
     padded_ids = torch.cat([ids, torch.full((4, 2), PAD_ID)], 1)
     padded_targets = torch.cat([targets, torch.full((4, 2), IGNORE)], 1)
     found = []
-    for inputs, wanted in ((ids, targets), (padded_ids, padded_targets)):
+    for inputs, wanted, mask in ((ids, targets, None), (padded_ids, padded_targets, padded_ids != PAD_ID)):
         model = build_model(config, VOCAB_SIZE).train()
-        loss = model(inputs, wanted)
+        loss = model(inputs, wanted, mask)
         loss.backward()
         found.append(
             (loss.detach(), model.blocks[1].memory.query.state_dict(), model.blocks[0].attention.qkv.weight.grad)

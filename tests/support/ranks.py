@@ -91,7 +91,7 @@ def without_inductor() -> AbstractContextManager[Any]:
 def differing(model, optim):
     """Names of the tensors that are to be the same on every rank and are not, to the last bit."""
     tensors = model.state_dict() | optim.state_tensors()
-    alike = [name for name in tensors if not (model.memory(2).sharded and ".values." in name)]
+    alike = [name for name in tensors if not (model.memory(2).values.sharded and ".values." in name)]
     return [name for name in alike if not (gather(tensors[name]) == tensors[name]).all()]
 
 
@@ -119,7 +119,7 @@ def value_gradient(model, optim):
 
 
 def whole(model, name, tensor):
-    if "values." not in name or not model.memory(2).sharded:
+    if "values." not in name or not model.memory(2).values.sharded:
         return tensor
     return torch.cat(list(gather(tensor)), dim=1)
 

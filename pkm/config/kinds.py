@@ -1,0 +1,48 @@
+"""The kinds of memory that a config can name: of each who builds it.
+
+A new kind is a line here. Builders are named, as "module:name", and not imported: a config is read without torch
+and before anything that is built from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+
+class Kind(NamedTuple):
+    build: str
+    """Takes a MemoryConfig (a read: and the model's width) and makes a module."""
+
+
+KEYS: dict[str, Kind] = {
+    "product": Kind("pkm.memory.keys:product_keys"),
+    "flat": Kind("pkm.memory.keys:flat_keys"),
+}
+"""Which slots a token reads: an object with the methods of pkm.memory.keys.Keys."""
+
+READS: dict[str, Kind] = {
+    "rows": Kind("pkm.memory.read:rows"),
+}
+"""What a slot gives: an object with the methods of pkm.memory.read.Read."""
+
+
+def named(place: str) -> Any:
+    """What is called "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def one_of(kinds: Mapping[str, Kind]) -> tuple[AfterValidator, Any]:
+    """For a setting's annotation: one of these names, those that are there when a config is read."""
+
+    def known(name: str) -> str:
+        if name not in kinds:
+            raise PydanticCustomError("enum", "must be one of: {names}", {"names": ", ".join(kinds)})
+        return name
+
+    return AfterValidator(known), Field(json_schema_extra=lambda schema: schema.update(enum=list(kinds)))
