@@ -1,6 +1,6 @@
 """How long a memory layer takes, stage by stage and whole, beside the feed-forward network it replaces and other code.
 
-    python benchmarks/memory_layer.py --device cpu|cuda [--json FILE]
+    python benchmarks/memory_layer.py --device cpu|cuda [--precision fp32|bf16] [--json FILE]
 
 Every number is the median of one run of this program. Floors are counted here, from the sizes, and set against rates that this
 run measures: bytes that must pass between memory and chip over the rate of a large copy, and operations over that of a large
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pkm.config.schema import MemoryConfig, QueryConfig, ValuesOptim
+from pkm.device import DTYPES
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.kernels import search_op
 from pkm.memory.layer import MemoryLayer
@@ -334,11 +335,10 @@ Facts = dict[str, float | str]
 
 
 def benchmark(
-    device: torch.device, repeats: int, busy: bool, save: Callable[[list[Row], Facts], None]
+    device: torch.device, dtype: torch.dtype, repeats: int, busy: bool, save: Callable[[list[Row], Facts], None]
 ) -> tuple[list[Row], Facts]:
     """Rows and facts of all sizes; `save` is called with those so far after each size."""
     clock = Clock(device, repeats, busy)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     copy, rate = ceilings(clock, dtype)
     rows: list[Row] = []
     facts: Facts = {"copy TB/s": copy / 1e12, f"{str(dtype)[6:]} product TFLOP/s": rate / 1e12}
@@ -448,6 +448,7 @@ def machine(device: torch.device) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], help="of products; default: fp32 on a CPU, bf16 on a GPU")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--repeats", type=int, default=30, help="most repetitions that a median is over")
     parser.add_argument(
@@ -467,7 +468,9 @@ def main() -> None:
             numbers = {"facts": where | facts, "rows": [asdict(r) for r in rows]}
             arguments.json.write_text(json.dumps(numbers, indent=1) + "\n")
 
-    rows, facts = benchmark(device, arguments.repeats, arguments.busy, save)
+    precision = arguments.precision or ("bf16" if device.type == "cuda" else "fp32")
+    where["precision"] = precision
+    rows, facts = benchmark(device, DTYPES[precision], arguments.repeats, arguments.busy, save)
     print(table(rows, where | facts))
 
 

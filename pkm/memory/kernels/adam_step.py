@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from pkm.memory.kernels import cpu
 
 AT_ONCE = 1 << 16  # numbers that the update of plain PyTorch takes at a time: a core's cache holds them
 
@@ -39,6 +42,15 @@ class AdamStep:
 
 def update(rows: Tensor, grad: Tensor, table: Tensor, step: AdamStep) -> None:
     """Adam on rows (U,) of table (K, D) with their gradients (U, D) fp32, in place."""
+    tensors = (grad, table, step.mean, step.square)
+    if step.master is None and all(t.device.type == "cpu" and t.dtype is torch.float32 for t in tensors):
+        code = cpu.compiled(grad.numel())
+        if code is not None:
+            of_rows = [t.contiguous().numpy() for t in (rows, grad)]
+            whole = [t.detach().numpy() for t in tensors[1:]]
+            each = -(-len(rows) // torch.get_num_threads())
+            parts = [[t[first : first + each] for t in of_rows] for first in range(0, len(rows), each)]
+            return cpu.in_threads(code.adam, [(*part, *whole, np.array(step.numbers(), np.float32)) for part in parts])
     lr, b1, one_b1, b2, one_b2, c1, c2, eps = step.numbers()
     generator = torch.Generator(table.device).manual_seed(step.seed)
     source = table if step.master is None else step.master

@@ -1,6 +1,6 @@
 """The fast way through a memory in plain PyTorch, for CPUs (and any other device without kernels of its own).
 
-Equal to `reference`, without its k x k sums, its N x J x D gathers and its N x H x 2 x C gradients: bytes decide the speed
+Where numba is installed, what plain PyTorch is slowest at is compiled (`compiled`), and selects the same. Equal to `reference`, without its k x k sums, its N x J x D gathers and its N x H x 2 x C gradients: bytes decide the speed
 of a memory, and torch's embedding bags read each row once, on all threads.
 
 Shapes: N tokens, H heads, C sub-keys a side, k selected slots, J reads of a token, K rows of width D, U distinct rows read.
@@ -11,6 +11,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from pkm.memory.kernels.pairs import candidate_pairs
 Array = npt.NDArray[Any]
 SORTED_AT_ONCE = 1 << 16  # numbers that a thread sorts: as float64 its core's cache holds them
 SORTED_WHOLE = 256  # a longer row is quicker to split first
+COUNTED_UP_TO = 8  # rows of a table for each read, up to which reads are sorted by counting those of every row
+COMPILED_FROM = 1 << 18  # numbers to work on from which compiled code is worth being loaded
 
 
 def search(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -35,14 +39,18 @@ def search(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return found.to(torch.int32), best.softmax(-1)
     slots, best = (torch.empty(tokens, heads, k, dtype=dtype) for dtype in (torch.int32, torch.float32))
     unsure = torch.empty(tokens, heads, dtype=torch.bool)
-    all_scores, *outs = (t.numpy() for t in (scores, slots, best, unsure))
+    all_scores, *outs = (t.numpy() for t in (scores.contiguous(), slots, best, unsure))
+    code = compiled(scores.numel())
     pairs = np.array(candidate_pairs(k)).T
 
     def select(head: int, part: slice) -> None:
-        _select(all_scores[head, :, part], pairs, *(out[part, head] for out in outs))
+        if code is not None:
+            code.select(all_scores, all_scores.view(np.int32), head, part.start, min(part.stop, tokens), *outs)
+        else:
+            _select(all_scores[head, :, part], pairs, *(out[part, head] for out in outs))
 
     at_once = max(1, SORTED_AT_ONCE // sub_keys)
-    _in_threads(select, [(h, slice(n, n + at_once)) for h in range(heads) for n in range(0, tokens, at_once)])
+    in_threads(select, [(h, slice(n, n + at_once)) for h in range(heads) for n in range(0, tokens, at_once)])
 
     # Equals are sorted in either order, and rounded sums may hide which is larger: settle such rows the long way.
     if bool(unsure.any()):
@@ -96,7 +104,21 @@ def _falls(x: Array) -> Array:
     return np.logical_and.reduce(good, axis=1)
 
 
-def _in_threads(run: Callable[..., None], jobs: list[tuple[Any, ...]]) -> None:
+@cache
+def _numba() -> ModuleType | None:
+    try:
+        from pkm.memory.kernels import compiled
+    except ImportError:
+        return None
+    return compiled
+
+
+def compiled(numbers: int) -> ModuleType | None:
+    """The compiled loops, if numba is installed and so many numbers are worth its start."""
+    return _numba() if numbers >= COMPILED_FROM else None
+
+
+def in_threads(run: Callable[..., None], jobs: list[tuple[Any, ...]]) -> None:
     """Run all jobs on as many threads as torch uses; NumPy uses one."""
     threads = min(torch.get_num_threads(), len(jobs))
     if threads < 2:
@@ -113,16 +135,35 @@ def ties(values: Tensor) -> Tensor:
     return ~((values[..., 1:] < values[..., :-1]).all(-1) & torch.isfinite(values).all(-1))
 
 
-def score_gradient(grad_weights: Tensor, weights: Tensor, slots: Tensor, out: Tensor, clear: bool) -> None:
-    """Gradient of the sub-key scores into out (N, H, 2, C), which is zero elsewhere; `clear` writes the zeros back."""
-    if clear:
-        out.zero_()
-        return
-    grad = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
-    sub_keys = out.shape[-1]
-    first = slots // sub_keys
-    both = torch.stack([first, slots - first * sub_keys], dim=2).long()
-    out.scatter_add_(-1, both, grad.unsqueeze(2).expand_as(both).to(out.dtype))
+def search_backward(by_scores: Tensor, slots: Tensor, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by query (N, H, q), keys (H, 2, C, q / 2) and bias (H, 2, C), at least fp32, of the selected scores alone.
+
+    by_scores, slots (N, H, k): gradients of the scores of the selected slots, at least fp32, and which slots these are.
+    By query it is a weighted read of sub-keys, by keys one of queries, sorted by sub-key.
+    """
+    (tokens, heads, k), (_, _, sub_keys, half), dtype = slots.shape, keys.shape, by_scores.dtype
+    queries, table = query.reshape(-1, half).to(dtype), keys.reshape(-1, half).to(dtype)
+    code = compiled(slots.numel() * half) if _plain_fp32(by_scores, slots) else None
+    if code is None:
+        first = slots // sub_keys
+        both = torch.stack([first, slots - first * sub_keys], dim=2)  # (N, H, 2, k)
+        sides = torch.arange(0, len(table), sub_keys, dtype=slots.dtype, device=slots.device)
+        rows, weights = both + sides.view(heads, 2, 1), by_scores.unsqueeze(2).expand(both.shape)
+        rows, weights = rows.view(-1, k), weights.reshape(-1, k)
+        read_rows, values = row_gradient(queries, rows, weights)
+        by_keys = torch.zeros_like(table).index_copy_(0, read_rows, values)
+        by_bias = by_keys.new_zeros(len(table)).index_add_(0, rows.flatten(), weights.flatten())
+    else:
+        rows, weights = torch.empty(tokens, heads, 2, k, dtype=torch.int32), torch.empty(tokens, heads, 2, k)
+        bags, bag_weights = torch.empty(heads, 2, tokens * k, dtype=torch.int32), torch.empty(heads, 2, tokens * k)
+        starts, by_bias = torch.zeros(heads, 2, sub_keys, dtype=torch.int32), torch.zeros(heads, 2, sub_keys)
+        ins = [t.contiguous().numpy() for t in (by_scores, slots)]
+        outs = [t.numpy() for t in (rows, weights, starts, bags, bag_weights, by_bias)]
+        in_threads(code.group_sub_keys, [(*ins, sub_keys, h, side, *outs) for h in range(heads) for side in range(2)])
+        rows, weights = rows.view(-1, k), weights.view(-1, k)
+        by_keys = _read_bags(queries, bags.flatten(), starts.flatten(), bag_weights.flatten())
+    by_query = read(table, rows, weights)
+    return by_query.view_as(query), by_keys.view_as(keys), by_bias.view(heads, 2, sub_keys)
 
 
 def read(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -137,6 +178,14 @@ def weight_gradient(grad: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     """Gradient of `read` by its weights: grad (N, D) -> (N, J), at least fp32."""
     if table.dtype not in (torch.float32, torch.float64):
         return reference.weight_gradient(grad, table, indices)
+    code = compiled(indices.numel() * table.shape[1]) if _plain_fp32(table, indices) else None
+    if code is not None:
+        out = torch.empty(indices.shape)
+        ins = [t.detach().contiguous().numpy() for t in (grad.float(), table, indices)]
+        each = -(-len(indices) // torch.get_num_threads())
+        parts = [(first, min(first + each, len(indices))) for first in range(0, len(indices), each)]
+        in_threads(code.dots, [(*ins, *part, out.numpy()) for part in parts])
+        return out
     # These are the products of grad and table transposed, (N, K), that the reads pick out: J of every row.
     tokens, reads = indices.shape
     starts = torch.arange(0, tokens * reads + 1, reads, device=table.device)
@@ -157,17 +206,36 @@ def row_gradient(grad: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor
     """
     dtype = reference.at_least_fp32(grad.dtype)
     flat = indices.flatten()
+    table_rows = int(flat.max()) + 1 if len(flat) else 0  # that can have been read
+    code = compiled(len(flat) * grad.shape[1]) if _plain_fp32(weights, flat) and dtype is torch.float32 else None
+    if code is not None and table_rows <= COUNTED_UP_TO * len(flat):
+        bags, bag_weights = torch.empty_like(flat), torch.empty(len(flat))
+        ends = torch.zeros(table_rows, dtype=flat.dtype)
+        ins = [t.detach().contiguous().numpy() for t in (flat, weights.flatten())]
+        code.group_rows(*ins, indices.shape[1], ends.numpy(), bags.numpy(), bag_weights.numpy())
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        rows = (ends > starts).nonzero().squeeze(1)
+        reads = int(ends[-1])
+        return rows, _read_bags(grad.to(dtype), bags[:reads], starts.index_select(0, rows), bag_weights[:reads])
     slots, order = torch.sort(flat, stable=True)
     skipped = int((flat < 0).sum())
     slots, order = slots[skipped:], order[skipped:]
     rows, counts = torch.unique_consecutive(slots, return_counts=True)
-    offsets = counts.cumsum(0) - counts
     per_read = weights.flatten().index_select(0, order).to(dtype)
     token = torch.arange(len(indices), device=order.device).repeat_interleave(indices.shape[1])
-    values = F.embedding_bag(
-        token.index_select(0, order), grad.to(dtype), offsets, mode="sum", per_sample_weights=per_read
+    return rows.long(), _read_bags(
+        grad.to(dtype), token.index_select(0, order), counts.cumsum(0) - counts, per_read
     )
-    return rows.long(), values
+
+
+def _read_bags(table: Tensor, bags: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of the rows of table (K, D) that bags (M,) names, from each of starts (B,) to the next -> (B, D)."""
+    return F.embedding_bag(bags, table, starts, mode="sum", per_sample_weights=weights)
+
+
+def _plain_fp32(numbers: Tensor, indices: Tensor) -> bool:
+    """Whether compiled loops take these."""
+    return numbers.device.type == "cpu" and numbers.dtype is torch.float32 and indices.dtype is torch.int32
 
 
 def _bags(indices: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

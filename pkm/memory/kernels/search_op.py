@@ -13,7 +13,7 @@ from torch import Tensor
 from pkm.memory.kernels import cpu
 
 SCORE_BYTES = 1 << 28  # sub-key scores that are kept at a time, forward
-GRADIENT_BYTES = 1 << 26  # their gradients, backward
+GRADIENT_BYTES = 1 << 26  # their gradients, backward on a GPU
 
 
 @torch.library.custom_op("pkm::search", mutates_args=())
@@ -56,9 +56,15 @@ def search_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `search` by query, keys (in their dtypes) and bias (in that of the weights); grad (N, H, k).
 
-    The gradient of the scores is made for some tokens at a time, in one buffer, into which and from which only the
-    selected sub-keys' numbers are written.
+    On a GPU the gradient of the scores is made for some tokens at a time, in one buffer, into which and from which only
+    the selected sub-keys' numbers are written; elsewhere there is none, only the selected sub-keys' rows are added up.
     """
+    if kernels != "triton":
+        by_scores = weights * (grad - (weights * grad).sum(-1, keepdim=True))
+        found = cpu.search_backward(by_scores, slots, query, keys)
+        return found[0].to(query.dtype), found[1].to(keys.dtype), found[2]
+    from pkm.memory.kernels.triton_search import score_gradient
+
     tokens, heads, _ = slots.shape
     _, _, sub_keys, half = keys.shape
     at_once = max(1, min(tokens, GRADIENT_BYTES // (heads * 2 * sub_keys * query.element_size())))
@@ -73,14 +79,14 @@ def search_backward(
         part = slice(first, first + at_once)
         n = min(at_once, tokens - first)
         by_scores = buffer[:n]
-        _score_gradient(grad[part], weights[part], slots[part], by_scores, False, kernels)
+        score_gradient(grad[part], weights[part], slots[part], by_scores, False)
         per_side = by_scores.view(n, heads * 2, sub_keys).transpose(0, 1)  # (2H, N, C)
         queries = query[part].view(n, heads * 2, half).transpose(0, 1)  # (2H, N, q / 2)
         torch.bmm(per_side, keys_per_side, out=by_query[part].view(n, heads * 2, half).transpose(0, 1))
         by_keys += product(per_side.transpose(1, 2), queries)
         by_bias += product(ones.expand(heads * 2, 1, n), per_side)
         if first + at_once < tokens:
-            _score_gradient(grad[part], weights[part], slots[part], by_scores, True, kernels)
+            score_gradient(grad[part], weights[part], slots[part], by_scores, True)
     return by_query, by_keys.view_as(keys).to(keys.dtype), by_bias.view(heads, 2, sub_keys)
 
 
@@ -110,15 +116,6 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cuda":
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())
-
-
-def _score_gradient(grad: Tensor, weights: Tensor, slots: Tensor, out: Tensor, clear: bool, kernels: str) -> None:
-    if kernels == "triton":
-        from pkm.memory.kernels import triton_search
-
-        triton_search.score_gradient(grad, weights, slots, out, clear)
-    else:
-        cpu.score_gradient(grad, weights, slots, out, clear)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
