@@ -58,6 +58,32 @@ def test_the_fast_way_equals_the_reference_at_any_size(sizes: dict[str, object],
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"sub_keys": 1, "knn": 1}, {"sub_keys": 3}, {"keys": "flat", "slots": 6}, {"keys": "flat", "slots": 64, "knn": 32}],
+    ids=["one slot", "9 slots", "6 slots", "64 slots"],
+)
+def test_more_reads_of_a_token_than_there_are_slots_equal_the_reference(sizes: dict[str, object]) -> None:
+    x = torch.randn(2, 5, 10)
+    ours, theirs = (results(build(kernels=kernels, **{"heads": 4, **sizes}), x) for kernels in ("auto", "reference"))  # type: ignore[arg-type]
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [{"sub_keys": 4}, {"keys": "flat", "slots": 7}])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_more_slots_a_head_than_there_are_to_choose_from_are_refused_alike(
+    kernels: str, sizes: dict[str, object]
+) -> None:
+    there = r"4 sub-keys of a side" if "sub_keys" in sizes else r"7 slots"
+    with pytest.raises(UserError, match=rf"memory.knn: k = 8 is more than the {there}"):
+        build(kernels=kernels, knn=8, **sizes)  # type: ignore[arg-type]
+    keys, query = build(kernels=kernels, knn=2, **sizes).keys, torch.randn(5, 2, 8)  # type: ignore[arg-type]
+    for search in (lambda: keys.search(query, 8), lambda: keys.select(query, None, None, 8, "torch")):
+        with pytest.raises(UserError, match=there):
+            search()
+
+
 def test_two_runs_on_two_threads_give_the_same_bits_also_with_a_slot_that_everyone_reads() -> None:
     indices = torch.randint(0, 50, (400, 8), dtype=torch.int32)
     indices[:, 0] = 7

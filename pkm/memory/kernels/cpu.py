@@ -188,6 +188,8 @@ def weight_gradient(grad: Tensor, table: Tensor, indices: Tensor) -> Tensor:
         return out
     # These are the products of grad and table transposed, (N, K), that the reads pick out: J of every row.
     tokens, reads = indices.shape
+    if reads > len(table):  # more than there are, so some twice: fewer products, and torch's sparse ones refuse them
+        return (grad.to(table.dtype) @ table.t()).gather(1, indices.clamp(min=0).long()) * (indices >= 0)
     starts = torch.arange(0, tokens * reads + 1, reads, device=table.device)
     columns = indices.clamp(min=0).flatten().long()
     with warnings.catch_warnings():
