@@ -448,7 +448,9 @@ def machine(device: torch.device) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
-    parser.add_argument("--precision", choices=["fp32", "bf16"], help="of products; default: fp32 on a CPU, bf16 on a GPU")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16"], help="of products; default: fp32 on a CPU, bf16 on a GPU"
+    )
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--repeats", type=int, default=30, help="most repetitions that a median is over")
     parser.add_argument(

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pkm.config.schema import Config
 from pkm.corpus.batches import IGNORE, evaluation_batches
@@ -128,7 +129,7 @@ def measure_speed(
     model: Transformer, corpus: Corpus, split: Split, config: Config, compute: Compute, seconds: float = 10.0
 ) -> Speed:
     """Words and BPE tokens per second at inference, over `split`, for at most about `seconds` after a warm-up."""
-    device, word_ends = compute.device, corpus.vocab.word_ends
+    word_ends = corpus.vocab.word_ends
     with _inference(model), compute.autocast():
         for inputs, targets in islice(_batches(split, config, None), WARM_UP_BATCHES):
             compute.wait()

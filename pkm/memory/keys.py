@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pkm.config.kinds import KEYS, named
 from pkm.config.schema import MemoryConfig
+from pkm.errors import UserError
 from pkm.memory.kernels import reference
 from pkm.memory.kernels.backend import REFERENCE, Backend
 from pkm.memory.query import Query
@@ -38,12 +39,16 @@ def build_keys(config: MemoryConfig) -> Keys:
 
 def product_keys(config: MemoryConfig) -> ProductKeys:
     assert config.sub_keys is not None
-    return ProductKeys(config.heads, config.sub_keys, config.query.dim)
+    keys = ProductKeys(config.heads, config.sub_keys, config.query.dim)
+    keys.refuse_too_many(config.knn)
+    return keys
 
 
 def flat_keys(config: MemoryConfig) -> FlatKeys:
     assert config.slots is not None
-    return FlatKeys(config.heads, config.slots, config.query.dim)
+    keys = FlatKeys(config.heads, config.slots, config.query.dim)
+    keys.refuse_too_many(config.knn)
+    return keys
 
 
 class ProductKeys(nn.Module):
@@ -56,6 +61,12 @@ class ProductKeys(nn.Module):
         bound = (dim // 2) ** -0.5
         self.weight = nn.Parameter(torch.empty(heads, 2, sub_keys, dim // 2).uniform_(-bound, bound))
 
+    def refuse_too_many(self, k: int) -> None:
+        """UserError if a head cannot find k slots among those of its k best sub-keys a side."""
+        if k > self.sub_keys:
+            what = f"k = {k} is more than the {self.sub_keys} sub-keys of a side"
+            raise UserError(what, "memory.knn", "choose knn <= sub_keys")
+
     def scores(self, query: Tensor) -> Tensor:
         """query (N, H, q) -> inner products of its halves with the sub-keys (N, H, 2, C), at least fp32."""
         with torch.autocast(query.device.type, enabled=False):
@@ -65,10 +76,12 @@ class ProductKeys(nn.Module):
 
     def search(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """query (N, H, q) -> the k best slots of each head (N, H, k) int64 and their scores (N, H, k), best first."""
+        self.refuse_too_many(k)
         return reference.select_product(self.scores(query), k)
 
     def select(self, query: Query, k: int) -> tuple[Tensor, Tensor]:
         """Slots (N, H, k), and the softmax over their scores (paper 3.1, eq. 2)."""
+        self.refuse_too_many(k)
         if self.backend.searches_plainly:
             return plainly(self, query, k)
         with torch.autocast(query.raw.device.type, enabled=False):
@@ -79,6 +92,7 @@ class ProductKeys(nn.Module):
         """`search` with faiss for the nearest sub-keys; which of equal sub-keys it takes is faiss' choice."""
         from pkm.memory.kernels.faiss_search import nearest
 
+        self.refuse_too_many(k)
         halves = query.unflatten(-1, (2, -1))
         first, second = (
             torch.stack([nearest(halves[:, h, side], self.weight[h, side], k) for h in range(self.heads)], dim=1)
@@ -97,14 +111,21 @@ class FlatKeys(nn.Module):
         bound = dim**-0.5
         self.weight = nn.Parameter(torch.empty(heads, slots, dim).uniform_(-bound, bound))
 
+    def refuse_too_many(self, k: int) -> None:
+        """UserError if there are fewer than k slots."""
+        if k > self.slots:
+            raise UserError(f"k = {k} is more than the {self.slots} slots", "memory.knn", "choose knn <= slots")
+
     def search(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """query (N, H, q) -> the k best slots of each head (N, H, k) int64 and their scores (N, H, k), best first."""
+        self.refuse_too_many(k)
         with torch.autocast(query.device.type, enabled=False):
             dtype = reference.at_least_fp32(query.dtype)
             return reference.select_flat(query.to(dtype), self.weight.to(dtype), k)
 
     def select(self, query: Query, k: int) -> tuple[Tensor, Tensor]:
         """Slots (N, H, k), and the softmax over their scores (paper 3.1, eq. 2)."""
+        self.refuse_too_many(k)
         if self.backend.searches_plainly:
             return plainly(self, query, k)
         with torch.autocast(query.raw.device.type, enabled=False):
@@ -115,6 +136,7 @@ class FlatKeys(nn.Module):
         """`search` with faiss for the nearest keys; which of equal keys it takes, and their order, is faiss' choice."""
         from pkm.memory.kernels.faiss_search import nearest
 
+        self.refuse_too_many(k)
         slots = torch.stack([nearest(query[:, h], self.weight[h], k) for h in range(self.heads)], dim=1)
         with torch.autocast(query.device.type, enabled=False):
             dtype = reference.at_least_fp32(query.dtype)

@@ -217,5 +217,5 @@ class TestSettingsAsCoordinates:
     def test_what_is_neither_a_name_nor_a_dotted_key_is_refused_with_the_names_there_are(self, tmp_path) -> None:
         (tmp_path / "dense.yaml").write_text(MINIMAL)
         (tmp_path / "rates.yaml").write_text(GRID_OF_RATES.replace("[optim.dense.lr]", "[width]"))
-        with pytest.raises(UserErrors, match="rates.yaml:5: .*layers, dim, memories"):
+        with pytest.raises(UserErrors, match=r"rates.yaml:5: .*layers, dim, memories"):
             load_grid(str(tmp_path / "rates.yaml"), "paper")

@@ -60,7 +60,12 @@ def test_the_fast_way_equals_the_reference_at_any_size(sizes: dict[str, object],
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"sub_keys": 1, "knn": 1}, {"sub_keys": 3}, {"keys": "flat", "slots": 6}, {"keys": "flat", "slots": 64, "knn": 32}],
+    [
+        {"sub_keys": 1, "knn": 1},
+        {"sub_keys": 3},
+        {"keys": "flat", "slots": 6},
+        {"keys": "flat", "slots": 64, "knn": 32},
+    ],
     ids=["one slot", "9 slots", "6 slots", "64 slots"],
 )
 def test_more_reads_of_a_token_than_there_are_slots_equal_the_reference(sizes: dict[str, object]) -> None:

@@ -225,9 +225,7 @@ def row_gradient(grad: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor
     rows, counts = torch.unique_consecutive(slots, return_counts=True)
     per_read = weights.flatten().index_select(0, order).to(dtype)
     token = torch.arange(len(indices), device=order.device).repeat_interleave(indices.shape[1])
-    return rows.long(), _read_bags(
-        grad.to(dtype), token.index_select(0, order), counts.cumsum(0) - counts, per_read
-    )
+    return rows.long(), _read_bags(grad.to(dtype), token.index_select(0, order), counts.cumsum(0) - counts, per_read)
 
 
 def _read_bags(table: Tensor, bags: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
