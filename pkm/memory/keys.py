@@ -85,8 +85,8 @@ class ProductKeys(nn.Module):
         if self.backend.searches_plainly:
             return plainly(self, query, k)
         with torch.autocast(query.raw.device.type, enabled=False):
-            keys, bias = fold(self.weight, query.scale, query.shift, (self.heads, 2, 1, -1))
-            return self.backend.search(query.raw.to(query.dtype), keys.to(query.dtype), bias, k)
+            keys, bias = fold(self.weight, query.scale, query.shift, (self.heads, 2, 1, -1), query.dtype)
+            return self.backend.search(query.raw.to(query.dtype), keys, bias, k)
 
     def search_faiss(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`search` with faiss for the nearest sub-keys; which of equal sub-keys it takes is faiss' choice."""
@@ -129,8 +129,8 @@ class FlatKeys(nn.Module):
         if self.backend.searches_plainly:
             return plainly(self, query, k)
         with torch.autocast(query.raw.device.type, enabled=False):
-            keys, bias = fold(self.weight, query.scale, query.shift, (self.heads, 1, -1))
-            return self.backend.search_flat(query.raw.to(query.dtype), keys.to(query.dtype), bias, k)
+            keys, bias = fold(self.weight, query.scale, query.shift, (self.heads, 1, -1), query.dtype)
+            return self.backend.search_flat(query.raw.to(query.dtype), keys, bias, k)
 
     def search_faiss(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`search` with faiss for the nearest keys; which of equal keys it takes, and their order, is faiss' choice."""
@@ -151,8 +151,25 @@ def plainly(keys: ProductKeys | FlatKeys, query: Query, k: int) -> tuple[Tensor,
     return slots, scores.softmax(-1)
 
 
-def fold(weight: Tensor, scale: Tensor | None, shift: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Keys (..., C, q) and bias (..., C): key . (query * scale + shift) = (key * scale) . query + key . shift."""
+def fold(
+    weight: Tensor, scale: Tensor | None, shift: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys (..., C, q) in `dtype` and bias (..., C): key . (query * scale + shift) = (key * scale) . query + key . shift.
+
+    scale, shift    (H, q), viewed as `shape`, or None: nothing to fold
+
+    What rounding to `dtype` takes from a key meets the whole query, whose mean may be many times its deviation: an error
+    that is the same for all queries. The bias gives back what it is at -shift / scale, the query that normalises to 0.
+    """
     if scale is None or shift is None:
-        return weight, weight.new_zeros(weight.shape[:-1])
-    return weight * scale.view(shape), (weight * shift.view(shape)).sum(-1)
+        return weight.to(dtype), weight.new_zeros(weight.shape[:-1])
+    scale, shift = scale.view(shape), shift.view(shape)
+    exact = weight * scale
+    keys, bias = exact.to(dtype), (weight * shift).sum(-1)
+    if dtype is exact.dtype:
+        return keys, bias
+    with torch.no_grad():
+        # A feature that is scaled to nothing has no such query, and no error either.
+        middle = torch.where(scale.abs() > torch.finfo(torch.float32).eps ** 2, -shift / scale, 0.0)
+        lost = ((exact - keys.to(exact.dtype)) * middle).sum(-1)
+    return keys, bias + lost
