@@ -25,8 +25,8 @@ class ValuesAdam:
     row <- row - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
     `update: fused` wants `.begin` before each backward, which then moves the rows; `.step` only ends it. A number of
-    the gradient that is not finite moves nothing there; that the rest of the step is skipped cannot be taken back.
-    Numbers kept in bf16 are rounded stochastically, by a generator that depends on the step and the table alone.
+    the gradient that is not finite moves nothing; that the rest of the step is skipped cannot be taken back there.
+    Numbers kept in bf16 are rounded stochastically, by noise that depends on step, table, row and column alone.
     """
 
     def __init__(self, tables: dict[str, Values], settings: ValuesOptim):
@@ -86,7 +86,17 @@ class ValuesAdam:
     def _step(self, table: int, lr: float, step: int) -> AdamStep:
         (mean, square), settings = self.moments[table], self.settings
         seed = (step * 1_000_003 + table * 7_919) % (2**31 - 1)
-        return AdamStep(mean, square, self.masters[table], lr, settings.betas, settings.eps, step, seed)
+        return AdamStep(
+            mean,
+            square,
+            self.masters[table],
+            lr,
+            settings.betas,
+            settings.eps,
+            step,
+            seed,
+            self.tables[table].first_column,
+        )
 
     def state_tensors(self) -> dict[str, Tensor]:
         """`<table>.mean`, `<table>.square` and, where there is one, `<table>.master`; the tensors themselves, not copies."""

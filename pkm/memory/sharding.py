@@ -28,9 +28,9 @@ def columns(width: int) -> slice:
 
 def shard(values: Values) -> None:
     """Keep this rank's columns of a whole table, and read from every rank's."""
-    whole = values.weight
-    values.read_sharded = read_sharded
-    values.weight = nn.Parameter(whole.detach()[:, columns(whole.shape[1])].clone(), requires_grad=whole.requires_grad)
+    whole, own = values.weight, columns(values.weight.shape[1])
+    values.read_sharded, values.first_column = read_sharded, own.start
+    values.weight = nn.Parameter(whole.detach()[:, own].clone(), requires_grad=whole.requires_grad)
 
 
 def read_sharded(values: Values, indices: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

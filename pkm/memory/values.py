@@ -49,6 +49,7 @@ class Values(nn.Module):
         # be a constant of it.
         self.ticket = torch.tensor(0, device="cpu")
         self.collects = False
+        self.first_column = 0  # of the whole table, where this is a rank's part of it
         self.inside_backward: Callable[[], AdamStep] | None = None
         self._gradient: RowGradient | None = None
 

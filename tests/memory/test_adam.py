@@ -6,6 +6,7 @@ import torch
 from pkm.config.schema import ValuesOptim
 from pkm.errors import UserError
 from pkm.memory.adam import ValuesAdam
+from pkm.memory.kernels import adam_step
 from pkm.memory.kernels.backend import Backend
 from pkm.memory.values import Values
 
@@ -99,6 +100,72 @@ def test_fused_refuses_a_second_backward_in_a_step() -> None:
     read(values, [1]).backward()
     with pytest.raises(UserError, match="second backward"):
         read(values, [2]).backward()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25], ids=["nan", "inf", "square beyond fp32"])
+@pytest.mark.parametrize("kernels", ["torch", "reference"])
+@pytest.mark.parametrize("update", ["sparse", "fused"])
+@pytest.mark.parametrize("dtype, state", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16+master", "bf16")])
+def test_what_is_not_finite_moves_nothing(dtype: str, state: str, update: str, kernels: str, bad: float) -> None:
+    settings = ValuesOptim(update=update, dtype=dtype, state_dtype=state)
+    (values, adam), (other, exact) = table(settings), table(settings)
+    for step in (1, 2):
+        for v, a, third in ((values, adam, bad if step == 2 else 1.0), (other, exact, 1.0)):
+            a.begin(1e-2, step)
+            out = v.read(torch.tensor([[1], [4]]), torch.ones(2, 1), torch.float32, kernels)
+            if step == 2:
+                before = copy.deepcopy((v.weight.detach(), a.state_tensors()))
+            out.backward(torch.tensor([[1.0, 2.0, third, 4.0], [5.0, 6.0, 7.0, 8.0]]))
+            a.step(1e-2, step)
+            a.clear()
+    for ours, right, old in zip(
+        (values.weight.detach(), *adam.state_tensors().values()),
+        (other.weight.detach(), *exact.state_tensors().values()),
+        (before[0], *before[1].values()),
+        strict=True,
+    ):
+        right[1, 2] = old[1, 2]
+        assert torch.equal(ours, right)
+
+
+@pytest.mark.parametrize("update", ["sparse", "fused"])
+def test_numbers_in_bf16_are_rounded_alike_however_many_ranks_share_the_columns(update: str) -> None:
+    settings = ValuesOptim(update=update, dtype="bf16", state_dtype="bf16")
+    whole, adam = table(settings, dim=12)
+    start, grad = whole.weight.detach().clone(), torch.randn(3, 12)
+    indices, weights = torch.tensor([[1], [4], [7]]), torch.ones(3, 1)
+    ends = []
+    for first, last in ((0, 12), (0, 4), (4, 8), (8, 12)):
+        values, adam = table(settings, dim=last - first)
+        values.weight.data, values.first_column = start[:, first:last].clone(), first
+        adam.begin(1e-2, 1)
+        values.read(indices, weights, torch.float32, "torch").backward(grad[:, first:last])
+        adam.step(1e-2, 1)
+        ends.append([values.weight.detach(), *adam.state_tensors().values()])
+    for one, *parts in zip(*ends, strict=True):
+        assert torch.equal(one, torch.cat(parts, 1))
+        assert not torch.equal(parts[1][1] - parts[0][1], torch.zeros(4))
+
+
+def test_noise_of_rounding_is_even_and_independent_of_place_step_and_use() -> None:
+    rows, width = torch.arange(200), 64
+    here, there, later = (
+        adam_step._noise(rows + first, width, seed) for first, seed in ((0, 7), (200, 7), (0, 1_000_010))
+    )
+    uses = [
+        here & 0xFFFF,
+        (here >> 16) & 0xFFFF,
+        adam_step._mixed(here.clone()) & 0xFFFF,
+        there & 0xFFFF,
+        later & 0xFFFF,
+    ]
+    numbers = torch.stack([use.double().flatten() for use in uses])
+    assert ((numbers.mean(1) / 2**16 - 0.5).abs() < 0.01).all() and numbers.min() >= 0
+    assert (numbers.corrcoef() - torch.eye(5)).abs().max() < 0.04
+    across, down = uses[0].double(), uses[0].double().t()
+    for neighbours in (across, down):
+        pair = torch.stack([neighbours[:, 1:].flatten(), neighbours[:, :-1].flatten()])
+        assert pair.corrcoef()[0, 1].abs() < 0.04
 
 
 def test_bf16_values_move_by_updates_smaller_than_their_step() -> None:

@@ -238,9 +238,35 @@ def test_numbers_that_are_not_finite_move_nothing() -> None:
     table, moments = torch.ones(2, 8, device=DEVICE), torch.zeros(2, 2, 8, device=DEVICE)
     grad = torch.ones(2, 8, device=DEVICE)
     grad[0, 3], grad[1, 5] = float("nan"), float("inf")
+    grad[1, 6] = 1e25  # the square of which is beyond fp32
     step = adam_step.AdamStep(moments[0], moments[1], None, 0.1, (0.9, 0.999), 1e-8, 1, 1)
     triton_adam.update(torch.arange(2, device=DEVICE), grad, table, step)
-    assert (table == 1).sum() == 2 and torch.isfinite(moments).all()
+    assert (table == 1).sum() == 3 and torch.isfinite(moments).all()
+    assert (moments[0] == 0).sum() == 3 and (moments[1] == 0).sum() == 3
+
+
+@pytest.mark.parametrize("way", ["sparse", "fused"])
+def test_numbers_in_bf16_are_rounded_as_in_plain_pytorch_and_alike_on_any_number_of_ranks(way: str) -> None:
+    # Moments that forget at once are the gradient and its square, exactly: what differs is their rounding alone.
+    start, grad = torch.randn(9, 24, device=DEVICE).bfloat16(), torch.randn(9, 24, device=DEVICE)
+    rows, one = torch.arange(9, device=DEVICE), torch.ones(9, 1, device=DEVICE)
+    ends = []
+    for plain, first, last in ((True, 0, 24), (False, 0, 24), (False, 0, 8), (False, 8, 24)):
+        table, g = start[:, first:last].clone().contiguous(), grad[:, first:last].contiguous()
+        moments = torch.zeros_like(table), torch.zeros_like(table)
+        step = adam_step.AdamStep(*moments, None, 1e-2, (0.0, 0.0), 1e-8, 3, 2**31 - 2, first)
+        if plain:
+            adam_step.update(rows, g, table, step)
+        elif way == "sparse":
+            triton_adam.update(rows, g, table, step)
+        else:
+            triton_rows.read_backward(g, table, rows.int().unsqueeze(1), one, True, step)
+        ends.append((*moments, table))
+    for plain_one, whole, *parts in zip(*ends, strict=True):
+        assert torch.equal(whole, torch.cat(parts, 1))
+        if plain_one is not ends[0][2]:
+            assert torch.equal(plain_one, whole)
+    assert not torch.equal(ends[0][0], grad.bfloat16())
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -35,6 +35,7 @@ def _compiled(function: F, fastmath: object = False) -> F:
         return numba.njit(**options)(function)  # type: ignore[no-any-return]
 
 
+LARGEST = np.float32(3e38)  # as pkm.memory.kernels.adam_step has it
 _contracted = partial(_compiled, fastmath={"contract"})  # a * b + c as one operation
 _reordered = partial(_compiled, fastmath={"contract", "reassoc"})  # besides, sums in an order that lanes can add up
 
@@ -271,7 +272,9 @@ def dots(grad: Array, table: Array, indices: Array, start: int, stop: int, out: 
 def adam(rows: Array, grad: Array, table: Array, mean: Array, square: Array, numbers: Array) -> None:
     """Lazy Adam on rows (U,) of table, mean and square (K, D) with grad (U, D), all fp32, in place.
 
-    numbers    (8,) fp32, as `AdamStep.numbers` gives them; a gradient that is not finite moves nothing
+    numbers    (8,) fp32, as `AdamStep.numbers` gives them
+
+    Where the gradient, a moment or the number itself would not be finite, nothing moves.
     """
     lr, b1, one_b1, b2, one_b2, c1, c2, eps = numbers
     rate, correction = lr / c1, np.float32(1) / c2
@@ -279,10 +282,10 @@ def adam(rows: Array, grad: Array, table: Array, mean: Array, square: Array, num
         x, m, v, gradient = table[rows[u]], mean[rows[u]], square[rows[u]], grad[u]
         for d in range(len(gradient)):
             g = gradient[d]
-            finite = g - g == 0
             new_m = m[d] * b1 + g * one_b1
             new_v = v[d] * b2 + g * g * one_b2
             new_x = x[d] - rate * new_m / (np.sqrt(new_v * correction) + eps)
-            m[d] = new_m if finite else m[d]
-            v[d] = new_v if finite else v[d]
-            x[d] = new_x if finite else x[d]
+            moves = (abs(new_m) < LARGEST) & (abs(new_v) < LARGEST) & (abs(new_x) < LARGEST)
+            m[d] = new_m if moves else m[d]
+            v[d] = new_v if moves else v[d]
+            x[d] = new_x if moves else x[d]

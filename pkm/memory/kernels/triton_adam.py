@@ -11,12 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pkm.memory.kernels import adam_step
 from pkm.memory.kernels.adam_step import AdamStep
+
+LARGEST = tl.constexpr(adam_step.LARGEST)
+ROW, COLUMN = tl.constexpr(adam_step.ROW), tl.constexpr(adam_step.COLUMN)
 
 
 @triton.jit
 def _mix(x):
-    """A hash of 32 bits (the finalizer of MurmurHash3): each bit of x changes about half of the result's."""
+    """As `adam_step._mixed`."""
     x ^= x >> 16
     x *= 0x85EBCA6B
     x ^= x >> 13
@@ -28,9 +32,7 @@ def _mix(x):
 def _rounded(x, noise, like: tl.constexpr):
     """x fp32 in dtype `like`; in bf16 up with the probability of its distance from the lower neighbour (noise: 16 bits)."""
     if like == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        finite = tl.abs(x) < float("inf")
-        bits = tl.where(finite, bits + noise, bits) & 0xFFFF0000
+        bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
         return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
     else:
         return x.to(like)
@@ -41,7 +43,7 @@ def adam_row(
     grad, slot, d, D: tl.constexpr, table, mean, square, master, seed,
     lr, b1, one_b1, b2, one_b2, c1, c2, eps, MASTER: tl.constexpr,
 ):  # fmt: skip
-    """Adam with gradient `grad` fp32 on columns d of row `slot`; where that is not finite, nothing moves."""
+    """Adam with gradient `grad` fp32 on columns d of row `slot`; as in `adam_step.update`, what is not finite moves nothing."""
     ok = d < D
     at = slot * D + d
     m_old = tl.load(mean + at, mask=ok, other=0.0).to(tl.float32)
@@ -49,12 +51,12 @@ def adam_row(
     source = master if MASTER else table
     x_old = tl.load(source + at, mask=ok, other=0.0).to(tl.float32)
     # Chosen with `where`, not with masks: a mask of numbers would make every access a single one.
-    finite = tl.abs(grad) < float("inf")
-    m = tl.where(finite, m_old * b1 + grad * one_b1, m_old)
-    v = tl.where(finite, v_old * b2 + grad * grad * one_b2, v_old)
-    x = tl.where(finite, x_old - lr * (m / c1) / (tl.sqrt(v / c2) + eps), x_old)
-    key = (slot * 0x9E3779B1).to(tl.uint32) + d.to(tl.uint32) * 0x85EBCA77
-    noise = _mix(key ^ seed.to(tl.uint32))
+    m = m_old * b1 + grad * one_b1
+    v = v_old * b2 + grad * grad * one_b2
+    x = x_old - lr * (m / c1) / (tl.sqrt(v / c2) + eps)
+    moves = (tl.abs(m) < LARGEST) & (v < LARGEST) & (tl.abs(x) < LARGEST)
+    m, v, x = tl.where(moves, m, m_old), tl.where(moves, v, v_old), tl.where(moves, x, x_old)
+    noise = _mix((slot * ROW).to(tl.uint32) + d.to(tl.uint32) * COLUMN + seed.to(tl.uint32))
     tl.store(mean + at, _rounded(m, noise & 0xFFFF, mean.dtype.element_ty), mask=ok)
     tl.store(square + at, _rounded(v, noise >> 16, square.dtype.element_ty), mask=ok)
     if MASTER:
@@ -85,6 +87,6 @@ def update(rows: Tensor, grad: Tensor, table: Tensor, step: AdamStep) -> None:
     columns = min(triton.next_power_of_2(dim), 1024)
     master = step.master if step.master is not None else table
     adam_kernel[(len(rows), triton.cdiv(dim, columns))](
-        rows, grad, table, step.mean, step.square, master, step.seed, *step.numbers(), dim, columns,
+        rows, grad, table, step.mean, step.square, master, step.noise_seed(), *step.numbers(), dim, columns,
         step.master is not None, num_warps=4,
     )  # fmt: skip

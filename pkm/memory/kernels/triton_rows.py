@@ -229,7 +229,7 @@ def backward(
     state: tuple[Tensor | int, ...] = (partial, partial, partial, 0)
     numbers: tuple[float, ...] = (0.0,) * 8
     if adam is not None:
-        state = adam.mean, adam.square, table if adam.master is None else adam.master, adam.seed
+        state = adam.mean, adam.square, table if adam.master is None else adam.master, adam.noise_seed()
         numbers = adam.numbers()
     shared = mode.value, adam is not None and adam.master is not None
     target = partial if out is None else out
