@@ -14,11 +14,11 @@ import zstandard
 from pkm.files import explained
 
 ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<u4")])
-"""An article: the two halves of its 128-bit content hash (as one big-endian number) and the bytes of its UTF-8."""
+"""An article: the two halves of its 128-bit hash (as one big-endian number) and the bytes of its UTF-8."""
 
 
 def content_hash(data: bytes) -> tuple[int, int]:
-    """(high, low) halves of the BLAKE2b-128 of an article's UTF-8."""
+    """(high, low) halves of the BLAKE2b-128 of bytes."""
     digest = hashlib.blake2b(data, digest_size=16).digest()
     return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
 
@@ -36,10 +36,11 @@ class SpoolWriter:
         self._sizes = array("L")
         self.documents = self.bytes = 0
 
-    def add(self, data: bytes) -> None:
+    def add(self, data: bytes, hashed: bytes | None = None) -> None:
+        """Keep an article's UTF-8. hashed: what articles that count as the same have in common, if not all of it."""
         with explained(self._final[0]):
             self._stream.write(data)
-        self._hashes.extend(content_hash(data))
+        self._hashes.extend(content_hash(data if hashed is None else hashed))
         self._sizes.append(len(data))
         self.documents += 1
         self.bytes += len(data)

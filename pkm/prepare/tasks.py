@@ -180,8 +180,9 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
             words = len(found.split())
             reason = judge.reason_to_drop(found, words)
             if reason is None:
+                text = found.replace("\r\n", "\n").replace("\r", "\n")
                 try:
-                    spool.add(found.encode("utf-8"))
+                    spool.add(text.encode("utf-8"), _identity(text, config.tokenizer))
                 except UnicodeEncodeError:
                     tally.skip(Skipped("damaged", piece.file.url, "half a surrogate pair, which no text can hold"))
                     continue
@@ -195,6 +196,14 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     spool.close()
     extract.close()
     return {**tally.report(), "documents": spool.documents, "bytes": spool.bytes}
+
+
+def _identity(text: str, tokenizer: Tokenizer) -> bytes:
+    """What two articles have in common that are the same to a model: what the tokenizer reads of them."""
+    from pkm.text.chunks import without_odd_spaces
+    from pkm.text.normalize import normalize_xlm
+
+    return without_odd_spaces(normalize_xlm(text) if tokenizer.normalize else text).encode("utf-8")
 
 
 def _found(piece: Piece, limit: int) -> Iterator[Found]:

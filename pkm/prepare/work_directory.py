@@ -19,7 +19,7 @@ from pkm.prepare.input.sources import Input
 from pkm.prepare.settings import PrepareConfig
 
 # Raised when the same settings and files would give other bytes than before.
-VERSION = 1
+VERSION = 2
 OUTPUTS = {
     "read": ("unpack", "unpack.json", "units.jsonl", "read", "logs/unpack", "logs/read"),
     "decide": ("decide", "groups.json"),
@@ -71,7 +71,7 @@ def discard_stale(config: PrepareConfig, inputs: list[Input], work: Path, say: C
         for path in (work / output for output in OUTPUTS[name]):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if then:
-        fresh = f"; settings or files have changed: anew from `{stale[0]}` on" if stale else ""
+        fresh = f"; settings, files or pkm itself have changed: anew from `{stale[0]}` on" if stale else ""
         say(f"going on with the unfinished preparation in {work}{fresh}")
     atomic_write(file, json.dumps(keys))
     for name in ("unpack", "read", "decide", "count", "learn", "encode", "corpus"):
@@ -96,7 +96,7 @@ def _keys(config: PrepareConfig, inputs: list[Input]) -> dict[str, str]:
         subwords[name] = sha256(path) if path else None
     read = [asdict(file) for file in inputs], config.filters.model_dump(exclude={"duplicates"})
     parts = {
-        "read": [VERSION, __version__, *read, config.limits.document_megabytes],
+        "read": [VERSION, __version__, *read, config.limits.document_megabytes, config.tokenizer.normalize],
         "decide": [config.held_out.model_dump(), config.filters.duplicates, subwords["sample_megabytes"]],
         "learn": [subwords, config.tokenizer.model_dump()],
         "encode": [],

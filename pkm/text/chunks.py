@@ -32,6 +32,7 @@ NEWLINE = "\n"
 _BEFORE_LOWER, _BEFORE_DIGIT, _BEFORE_OTHER, _ENDS_LINE, _STARTS_LINE, _WHOLE_LINE = "\1\2\3\4\5\6"
 _FOLLOWING = {_BEFORE_LOWER: "a", _BEFORE_DIGIT: "0", _BEFORE_OTHER: ""}
 _DELETED = bytes(i for i in range(32) if chr(i) not in SPACE_CHARACTERS)
+_DELETE = dict.fromkeys(_DELETED)
 _ASCII_SPACES = sorted(c for c in SPACE_CHARACTERS - {" ", NEWLINE} if c.isascii())
 _OTHER_SPACES = sorted(c for c in SPACE_CHARACTERS if not c.isascii())
 _NO_CONTEXT = re.compile("[^.,']+[.,]?\\Z")
@@ -47,6 +48,16 @@ def document_keys(text: str) -> list[str]:
     if "' '" in text or "DOTMULTI" in text or _has_deleted(text):
         return [key for line in text.split(NEWLINE) for key in _suspicious_line_keys(line)]
     return _keys(text)
+
+
+def without_odd_spaces(text: str) -> str:
+    """A text as the tokenizer reads it: equal for two texts that differ in white space or in deleted characters only.
+
+    Runs of white space are one space, or one newline where they hold one; none at either end; no blank lines.
+    """
+    if _has_deleted(text):
+        text = text.translate(_DELETE)
+    return _plain_spaces(f"\n{text}\n").strip(NEWLINE)
 
 
 def key_tokens(key: str, escape: bool) -> str:

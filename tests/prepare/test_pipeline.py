@@ -14,6 +14,7 @@ import zstandard
 
 from pkm.corpus.store import open_corpus
 from pkm.errors import UserError
+from pkm.prepare import tasks, work_directory
 from pkm.text.vocab import EOS_ID
 from tests.prepare.conftest import content, made_articles, write_jsonl
 
@@ -114,6 +115,73 @@ def test_no_copy_of_a_held_out_article_is_in_training(prepared, duplicates):
     assert not set(train) & set(held)
     assert len(train) == (33 if duplicates == "drop" else 99)
     assert corpus.manifest["dropped"]["duplicate"] == (80 if duplicates == "drop" else 14)
+
+
+ODD_SPACES = {
+    "CRLF": lambda text: text.replace("\n", "\r\n"),
+    "CR": lambda text: text.replace("\n", "\r"),
+    "trailing blanks": lambda text: text.replace("\n", " \t\n") + "  ",
+    "final newlines": lambda text: text + "\n\n",
+    "blank lines": lambda text: "\n" + text.replace("\n", "\n \n"),
+    "no-break spaces": lambda text: text.replace(" ", "\u00a0"),
+    "other spaces": lambda text: text.replace(" ", "\u2003\t"),
+    "deleted controls": lambda text: "\0" + text.replace(" ", " \x1f"),
+}
+
+
+@pytest.mark.parametrize("change", ODD_SPACES.values(), ids=ODD_SPACES)
+@pytest.mark.parametrize("first", ["plain", "changed"])
+def test_articles_that_differ_in_white_space_only_are_copies_in_every_split(prepared, change, first):
+    articles = made_articles(40)
+    changed = [change(text) for text in articles]
+    write_jsonl(Path("in.jsonl"), articles + changed if first == "plain" else changed + articles)
+    corpus = open_corpus(prepared("in.jsonl"))
+    assert [corpus.split(name).documents for name in ("train", "valid", "test")] == [33, 4, 3]
+    assert corpus.manifest["dropped"]["duplicate"] == 40
+    ids = [tuple(s.document(i)) for s in (corpus.train, corpus.valid, corpus.test) for i in range(s.documents)]
+    assert len(set(ids)) == 40
+
+
+def test_what_the_set_normalization_makes_equal_are_copies_and_only_then(prepared):
+    articles = [f'The minister said "no" in town {number}.' for number in range(40)]
+    curly = [text.replace(' "', " \u201c").replace('" ', "\u201d ") for text in articles]
+    write_jsonl(Path("in.jsonl"), articles + curly)
+    plain, xlm = (
+        open_corpus(prepared("in.jsonl", name, tokenizer={"normalize": name if name == "xlm" else None}))
+        for name in ("plain", "xlm")
+    )
+    assert "duplicate" not in plain.manifest["dropped"]
+    assert xlm.manifest["dropped"]["duplicate"] == 40
+
+
+def test_articles_that_a_model_reads_differently_are_not_copies(prepared):
+    articles = made_articles(40)
+    joined = [text.replace("\n", " ") for text in articles]
+    write_jsonl(Path("in.jsonl"), articles + joined)
+    corpus = open_corpus(prepared("in.jsonl"))
+    assert corpus.train.documents == len(set(articles) | set(joined)) - 7
+
+
+def test_lines_of_every_kind_of_line_end_are_the_same_ids_and_bytes(prepared):
+    articles = made_articles(40)
+    found = []
+    for name, end in (("lf", "\n"), ("crlf", "\r\n"), ("cr", "\r")):
+        write_jsonl(Path(f"{name}.jsonl"), [text.replace("\n", end) for text in articles])
+        found.append(open_corpus(prepared(f"{name}.jsonl", name)))
+    assert len({corpus.fingerprint for corpus in found}) == 1
+    assert len({corpus.train.bytes for corpus in found}) == 1
+
+
+def test_an_unfinished_preparation_of_another_version_is_not_gone_on_with(prepared, monkeypatch):
+    articles = made_articles(40)
+    write_jsonl(Path("in.jsonl"), articles + [ODD_SPACES["trailing blanks"](text) for text in articles])
+    with monkeypatch.context() as old:
+        old.setattr(work_directory, "VERSION", work_directory.VERSION - 1)
+        old.setattr(tasks, "_identity", lambda text, tokenizer: text.encode())
+        with pytest.raises(UserError, match="too few"):
+            prepared("in.jsonl", held_out={"valid": 90, "test": 90})
+    assert Path("prepared/out.preparing/read/00000.json").exists()
+    assert open_corpus(prepared("in.jsonl")).manifest["dropped"] == {"duplicate": 40}
 
 
 def test_filters_drop_and_the_manifest_says_why(prepared):

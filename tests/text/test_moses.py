@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkm.text.chunks import document_keys, key_tokens
+from pkm.text.chunks import document_keys, key_tokens, without_odd_spaces
 from pkm.text.moses import Tokenizer, WordCounter, tokenize
 from pkm.text.moses_rules import tokenize_line
 from pkm.text.normalize import normalize_xlm
@@ -55,6 +55,30 @@ def test_a_document_is_its_lines_that_hold_a_token(text):
         else:
             line += [word for word in key_tokens(key, False).split(" ") if word]
     assert found == expected and not line
+
+
+def lines_of_tokens(text):
+    return [words for line in text.split("\n") if (words := tokenize_line(line).split())]
+
+
+@given(TEXTS)
+@settings(max_examples=500, deadline=None)
+def test_without_odd_spaces_a_text_has_the_tokens_it_had_and_nothing_more_to_take_away(text):
+    plain = without_odd_spaces(text)
+    assert lines_of_tokens(plain) == lines_of_tokens(text)
+    assert without_odd_spaces(plain) == plain
+
+
+SPACED = st.lists(st.sampled_from([*"ab", *" \t\n\r\u00a0\u2028\x0b\x0c\0\x1f", "\r\n", " \n "]), max_size=12).map(
+    "".join
+)
+
+
+@given(SPACED, SPACED)
+@settings(max_examples=1000, deadline=None)
+def test_texts_of_words_are_equal_without_odd_spaces_if_and_only_if_their_tokens_are(one, other):
+    same = without_odd_spaces(one) == without_odd_spaces(other)
+    assert same == (lines_of_tokens(one) == lines_of_tokens(other))
 
 
 @given(TEXTS)
