@@ -1,8 +1,8 @@
-"""A checkpoint that was verified, and how its tensors come back: whole, or into a model's own."""
+"""Which checkpoint is loaded, and how its tensors come back once it was verified: whole, or into a model's own."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,12 @@ from torch import Tensor
 
 from pkm import files
 from pkm.checkpoint import shards, tensor_file
+from pkm.checkpoint.retention import Retention
 from pkm.distributed import dist
 from pkm.errors import UserError
+from pkm.machine import code_version
+
+Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,77 @@ class Loaded:
         with files.explained(self.directory), shards.Reader(self.directory, self.entries) as reader, torch.no_grad():
             for name, tensor in tensors.items():
                 reader.read_into(tensor, name, dist.rank() * tensor.shape[1] if name in columns else 0)
+
+
+def newest(kept: Retention, warn: Warn) -> Loaded | None:
+    """The newest checkpoint that verifies; None if there is none at all. `warn` hears of each damaged one on the way.
+
+    UserError if there are some and none verifies. Every rank must call it.
+    """
+    steps: list[int] = []
+    with dist.raise_on_all_ranks():
+        if dist.is_main():
+            steps = kept.steps()
+    steps = dist.broadcast_object(steps)
+    for step in reversed(steps):
+        loaded = _verified(kept, kept.directory(step), warn)
+        if isinstance(loaded, str):
+            warn(f"checkpoint {kept.directory(step)} is damaged: {loaded}")
+            continue
+        if step != steps[-1]:
+            warn(f"going on from step {step}, the newest checkpoint that is whole")
+        return loaded
+    if steps:
+        raise dist.raised_by_rank_0(
+            UserError(
+                f"none of the {len(steps)} checkpoints can be used (named above)",
+                where=str(kept.root),
+                fix="bring one back from a copy; to begin again from step 0, move this directory away",
+            )
+        )
+    return None
+
+
+def load(kept: Retention, which: int | str | Path, warn: Warn) -> Loaded:
+    """`Checkpoints.load`."""
+    if which == "latest":
+        loaded = newest(kept, warn)
+        if loaded is None:
+            raise dist.raised_by_rank_0(UserError("there is no checkpoint", where=str(kept.root), fix="train first"))
+        return loaded
+    directory = kept.root
+    with dist.raise_on_all_ranks():
+        if dist.is_main():
+            directory = _find(kept, which)
+    directory = dist.broadcast_object(directory)
+    found = _verified(kept, directory, warn)
+    if isinstance(found, str):
+        raise dist.raised_by_rank_0(UserError(f"damaged: {found}", str(directory), "load another checkpoint"))
+    return found
+
+
+def _find(kept: Retention, which: int | str | Path) -> Path:
+    if which == "best":
+        step = kept.best()
+        if step is None:
+            raise UserError("no checkpoint was marked best", where=str(kept.root), fix="load the latest one")
+        which = step
+    if isinstance(which, int) or (isinstance(which, str) and which.isdigit()):
+        directory = kept.directory(int(which))
+    else:
+        directory = Path(which)
+    if not directory.is_dir():
+        have = ", ".join(map(str, kept.steps())) or "none"
+        raise UserError("there is no such checkpoint", where=str(directory), fix=f"there are, of steps: {have}")
+    return directory
+
+
+def _verified(kept: Retention, directory: Path, warn: Warn) -> Loaded | str:
+    """The checkpoint, or why it cannot be trusted."""
+    found = kept.verify_together(directory)
+    if isinstance(found, str):
+        return found
+    here = code_version()["torch"]
+    if found["code"]["torch"] != here:
+        warn(f"{directory.name} was written under torch {found['code']['torch']}, this is {here}: last bits may differ")
+    return Loaded(found["step"], found["record"], directory, found["tensors"])

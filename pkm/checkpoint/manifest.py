@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from pkm import files
-from pkm.checkpoint import shards
 from pkm.errors import UserError
 
 FORMAT = 1
 FILE = "manifest.json"
 Manifest = dict[str, Any]
-
-_SHARD = re.compile(r"rank-\d{5}\.safetensors")
 
 
 class Damaged(Exception):
@@ -52,37 +46,6 @@ def read(directory: Path) -> Manifest:
             fix="use the version of pkm that wrote it",
         )
     return cast(Manifest, manifest)
-
-
-def check(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Hash these files of a checkpoint and compare what is in them. Damaged, with the file and the reason."""
-    bare = shards.uncovered(manifest["tensors"])
-    if bare is not None:
-        raise Damaged(f"its manifest names parts of {bare} that are not the whole of it")
-    for name in names:
-        path, entry = directory / name, manifest["files"][name]
-        if not _SHARD.fullmatch(name):
-            raise Damaged(f"its manifest names {name!r}, which is no safetensors file of a rank")
-        try:
-            size = path.stat().st_size
-            if size != entry["bytes"]:
-                raise Damaged(f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
-            if files.sha256(path) != entry["sha256"]:
-                raise Damaged(f"{name} has changed since it was written: its sha256 differs")
-            differs = shards.problem(manifest["tensors"], name, path)
-        except FileNotFoundError as error:
-            raise Damaged(f"{name} is missing") from error
-        except (OSError, UserError, ValueError) as error:
-            raise Damaged(f"{name} cannot be read: {getattr(error, 'what', error)}") from error
-        if differs is not None:
-            raise Damaged(differs)
-
-
-def verify(directory: Path) -> Manifest:
-    """`read`, and `check` of every file, by this process alone."""
-    manifest = read(directory)
-    check(directory, manifest, manifest["files"])
-    return manifest
 
 
 def says_best(directory: Path) -> bool:

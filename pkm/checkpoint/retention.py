@@ -1,18 +1,20 @@
 """Which checkpoints stay: their names, the pointers `latest` and `best`, and what goes once its successor is verified.
 
-For one process: of several ranks, rank 0.
+Of several ranks, rank 0 calls what writes.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pkm import files
-from pkm.checkpoint import kill_points, manifest
-from pkm.checkpoint.manifest import Damaged
+from pkm.checkpoint import kill_points, manifest, verify
+from pkm.checkpoint.manifest import Damaged, Manifest
+from pkm.distributed import dist
 from pkm.errors import UserError
 
 _NAME = re.compile(r"step-(\d{7,})")
@@ -23,8 +25,8 @@ class Retention:
 
     def __init__(self, root: Path, keep: int):
         self.root, self.keep = root, keep
-        self.seen_intact: dict[int, tuple[Any, ...]] = {}
-        """What `state` said of the checkpoints that were found intact."""
+        self._seen_intact: dict[int, tuple[Any, ...]] = {}
+        """What `_state` said of the checkpoints that were found intact."""
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints there are, damaged or not, oldest first. UserError if they cannot be listed."""
@@ -62,20 +64,27 @@ class Retention:
         for leftover in self.root.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
 
-    def state(self, directory: Path) -> tuple[Any, ...]:
-        """What changes when a file does."""
-        return tuple(sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in directory.iterdir()))
-
     def intact(self, step: int) -> bool:
         """Whether a checkpoint verifies; files that did not change since they were found intact are not hashed again."""
         try:
-            state = self.state(self.directory(step))
-            if self.seen_intact.get(step) != state:
-                manifest.verify(self.directory(step))
-                self.seen_intact[step] = state
+            state = _state(self.directory(step))
+            if self._seen_intact.get(step) != state:
+                verify.verify(self.directory(step))
+                self._seen_intact[step] = state
         except (OSError, Damaged, UserError):
             return False
         return True
+
+    def verify_together(self, directory: Path, group: dist.Group = None) -> Manifest | str:
+        """`verify.verify_together`, and rank 0 remembers that a checkpoint of this run is intact."""
+        state = None
+        if dist.is_main():
+            with suppress(OSError):
+                state = _state(directory)
+        found = verify.verify_together(directory, group)
+        if state is not None and directory.parent == self.root and not isinstance(found, str):
+            self._seen_intact[int(found["step"])] = state
+        return found
 
     def point(self, latest: int, best: int | None) -> None:
         """Write the pointers."""
@@ -104,3 +113,8 @@ class Retention:
         pointed = self.best()
         best = [step for step in self.steps() if step == pointed or manifest.says_best(self.directory(step))]
         self.point(latest, max((step for step in best if step <= latest), default=None))
+
+
+def _state(directory: Path) -> tuple[Any, ...]:
+    """What changes when a file does."""
+    return tuple(sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in directory.iterdir()))

@@ -7,6 +7,7 @@ the whole once, so an entry says nothing of ranks, and any number of them can re
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ from pkm.checkpoint import tensor_file
 from pkm.distributed import dist
 
 Entry = dict[str, Any]
+FILE = re.compile(r"rank-\d{5}\.safetensors")
+
+
+def file_of(rank: int) -> str:
+    """Name of the file that holds a rank's parts."""
+    return f"rank-{rank:05d}{tensor_file.SUFFIX}"
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 import pytest
 
-from pkm.checkpoint import manifest
-from pkm.checkpoint.checkpoints import Checkpoints, Damaged
+from pkm.checkpoint import verify
+from pkm.checkpoint.checkpoints import Checkpoints
+from pkm.checkpoint.manifest import Damaged
 from pkm.errors import UserError
-from tests.support.checkpoints import MANIFEST, SHARD, flip, holds, names, saved, warnings_of, weights
+from tests.support.checkpoints import SHARD, flip, holds, names, saved, warnings_of, weights
 
 
 def test_the_newest_and_the_best_stay(tmp_path):
@@ -28,14 +29,14 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_stay(tmp_path):
 
 def test_nothing_is_removed_when_the_new_checkpoint_reads_back_differently(tmp_path, monkeypatch):
     saved(tmp_path, 1, 2, keep=1)
-    real = manifest.check
+    real = verify.check
 
     def bad_disk(directory, *rest):
         if directory.name == "step-0000003":
             raise Damaged(f"{SHARD} has changed")
         return real(directory, *rest)
 
-    monkeypatch.setattr(manifest, "check", bad_disk)
+    monkeypatch.setattr(verify, "check", bad_disk)
     with pytest.raises(UserError, match=r"reads back differently.*has changed"):
         saved(tmp_path, 3, keep=1)
     monkeypatch.undo()
@@ -77,22 +78,3 @@ def test_a_garbled_pointer_file_is_not_believed(tmp_path):
     (tmp_path / "best").write_text("../../etc\n")
     (tmp_path / "latest").write_text("\0")
     assert holds(checkpoints.load("best"), 1) and holds(checkpoints.load("latest"), 2)
-
-
-@pytest.mark.parametrize("which", [1, "1", "latest"])
-def test_reading_a_checkpoint_writes_nothing(tmp_path, which):
-    checkpoints = saved(tmp_path, 1)
-    (tmp_path / "latest").unlink()
-    assert holds(checkpoints.load(which), 1) and names(tmp_path) == ["step-0000001"]
-
-
-def test_what_cannot_be_loaded_is_named(tmp_path):
-    checkpoints = saved(tmp_path, 1, 2)
-    assert holds(checkpoints.load(checkpoints.directory(1)), 1)
-    with pytest.raises(UserError, match=r"step-0000007.*\n.*1, 2"):
-        checkpoints.load(7)
-    with pytest.raises(UserError, match="no checkpoint was marked best"):
-        checkpoints.load("best")
-    (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match=f"{MANIFEST} is missing"):
-        checkpoints.load(tmp_path / "nothing")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pkm.checkpoint.checkpoints import Checkpoints
-from pkm.checkpoint.manifest import verify
+from pkm.checkpoint.verify import verify
 from pkm.run.metrics import read
 from pkm.run.status import read_status
 from tests.support.train_server import Ended, Job, Ranks, Server

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from pkm.checkpoint.checkpoints import POINTS
+from pkm.checkpoint.save import POINTS
 
 
 def test_the_run_to_compare_with_is_worth_it(runs):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from pkm.checkpoint.checkpoints import POINTS
+from pkm.checkpoint.save import POINTS
 from pkm.checkpoint.tensor_file import described
 
 # The rank that dies at each point of a save; rank 0 alone removes old checkpoints.
