@@ -32,8 +32,7 @@ def main() -> int:
     resolved = load(args.config, args.overrides)  # every mistake at once, or a frozen Config
     config = resolved.config
     if args.dry_run:
-        from pkm.model.summary import print_plan
-        from pkm.train.parallel import kernels_line
+        from pkm.model.summary import kernels_line, print_plan
 
         resolved.refuse(impossible_for(config, args.ranks))
         print(resolved.yaml)

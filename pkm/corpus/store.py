@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pkm.errors import UserError
-from pkm.files import atomic_write, explained, fsync_directory, sha256
+from pkm.files import atomic_write, explained, fsync_directory, read_json, sha256
 from pkm.text.vocab import SPECIALS, Vocab
 
 if TYPE_CHECKING:
@@ -209,6 +209,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not intact:
         raise UserError("the manifest is damaged: its fingerprint does not fit", str(file), "prepare the corpus again")
     return manifest
+
+
+def vocab_size_of(path: Path) -> int | None:
+    """Vocabulary size of a prepared corpus, special ids included; None if there is none at `path`. Nothing is verified."""
+    size = (read_json(path / "manifest.json") or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _check_shard(path: Path, shard: Shard, dtype: np.dtype, vocab_size: int) -> None:

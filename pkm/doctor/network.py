@@ -12,12 +12,13 @@ import torch
 import torch.distributed as td
 
 from pkm.config.schema import Config
+from pkm.corpus.store import vocab_size_of
 from pkm.distributed import dist
 from pkm.doctor.finding import Finding
 from pkm.doctor.gather import gather_results
 from pkm.errors import UserError
 from pkm.format import size
-from pkm.model.cost import parameters, vocab_size_of
+from pkm.model.cost import parameters
 
 GLOO_SIZES = (1 << 10, 1 << 20, 8 << 20)
 NCCL_SIZES = (1 << 20, 64 << 20, 512 << 20)

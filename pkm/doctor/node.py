@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pkm.config.schema import Config
+from pkm.corpus.store import vocab_size_of
 from pkm.doctor.finding import Finding, Status, guarded
 from pkm.doctor.self_test import self_test
 from pkm.errors import UserError
 from pkm.format import size
-from pkm.model.cost import checkpoint_bytes, training_bytes, vocab_size_of
+from pkm.model.cost import checkpoint_bytes, training_bytes
 
 if TYPE_CHECKING:
     import torch

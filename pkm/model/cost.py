@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from pathlib import Path
 
 from pkm.config.schema import Config, MemoryConfig
 
-SPECIAL_IDS = 14
-"""Ids before the first line of a vocabulary file: <s> </s> <pad> <unk> and ten more."""
-PAPER_VOCABULARY = 60_000 + SPECIAL_IDS
-"""BPE splits of the paper; what is counted with as long as there is no prepared corpus."""
+PAPER_VOCABULARY = 60_014
+"""BPE splits of the paper, and 14 special ids; what is counted with as long as there is no prepared corpus."""
 FP32 = 4
 CHUNK_LOGITS = 2**26
 """Logits that exist at a time (pkm.model.loss, which needs torch)."""
@@ -282,12 +279,3 @@ def checkpoint_bytes(config: Config, vocab_size: int) -> int:
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"values": "replicated"})})
     needed = training_bytes(whole, vocab_size)
     return needed.weights + needed.adam
-
-
-def vocab_size_of(corpus: Path) -> int | None:
-    """Vocabulary size of a prepared corpus; None if there is none at `corpus`."""
-    try:
-        with (corpus / "vocab").open("rb") as lines:
-            return SPECIAL_IDS + sum(1 for line in lines if line.strip())
-    except OSError:
-        return None

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pkm.config.schema import Config
+from pkm.corpus.store import vocab_size_of
+from pkm.errors import UserError
 from pkm.format import amount, size
 from pkm.model.cost import (
     PAPER_VOCABULARY,
@@ -17,7 +19,6 @@ from pkm.model.cost import (
     parameters,
     traffic,
     training_bytes,
-    vocab_size_of,
 )
 
 Row = tuple[str, str, str]
@@ -109,3 +110,17 @@ def print_plan(config: Config, ranks: int = 1) -> None:
         print(
             f"no corpus at {config.corpus.path} yet: counted with a vocabulary of {PAPER_VOCABULARY:,}, as in the paper"
         )
+
+
+def kernels_line(config: Config) -> str:
+    """Who would compute the memories on this machine, for a dry run."""
+    if config.memory is None:
+        return "no memory, no kernels"
+    # Imported late: torch takes seconds, and counting needs none of it.
+    from pkm.device import pick_device
+    from pkm.memory.kernels.backend import choose
+
+    try:
+        return f"kernels on this machine: {choose(config.memory.kernels, pick_device(config))}"
+    except UserError as missing:  # a login node may well lack the GPU that the run will have
+        return f"kernels: {config.memory.kernels}; on this machine not to be told: {missing.what}"

@@ -19,8 +19,8 @@ from pkm import files
 from pkm.config.load import Resolved
 from pkm.config.rules import impossible_for
 from pkm.config.schema import Config, load
+from pkm.corpus.store import vocab_size_of
 from pkm.errors import UserError, UserErrors
-from pkm.model.cost import vocab_size_of
 
 TIME = "minutes, hours:minutes:seconds, days-hours or days-hours:minutes:seconds"
 SHORTEST_MINUTES = 5.0

@@ -10,24 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from pkm.config.schema import Config
-from pkm.device import pick_device
 from pkm.distributed import dist
 from pkm.distributed.collectives import sum_over_ranks
-from pkm.errors import UserError
 from pkm.memory import sharding
-from pkm.memory.kernels.backend import choose
 from pkm.memory.query import BatchNorm
 from pkm.model.transformer import Transformer
-
-
-def kernels_line(config: Config) -> str:
-    """Who would compute the memories on this machine, for a dry run."""
-    if config.memory is None:
-        return "no memory, no kernels"
-    try:
-        return f"kernels on this machine: {choose(config.memory.kernels, pick_device(config))}"
-    except UserError as missing:  # a login node may well lack the GPU that the run will have
-        return f"kernels: {config.memory.kernels}; on this machine not to be told: {missing.what}"
 
 
 def apply_parallelism(model: Transformer, config: Config) -> Transformer:

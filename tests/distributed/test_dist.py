@@ -1,5 +1,4 @@
 import os
-import signal
 import time
 
 import pytest
@@ -8,19 +7,9 @@ import torch
 from pkm.distributed import dist
 from pkm.distributed.torchrun import seconds_since_torchrun
 from pkm.errors import ReportedByOtherRank, UserError
-from pkm.run import stop
-from pkm.run.stop import StopFlag, Stopped
 from tests.support.fork import on_ranks
 
 IMPORTED = time.perf_counter()
-
-
-@pytest.fixture
-def flag():
-    before = {number: signal.getsignal(number) for number in StopFlag.SIGNALS}
-    yield StopFlag().install()
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_alone_every_collective_is_a_no_op():
@@ -39,43 +28,13 @@ def test_alone_an_error_of_the_main_rank_is_raised_as_it_is():
     assert caught.value is error
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_asks_the_run_to_stop(flag, tmp_path, name):
-    assert flag.requested(tmp_path) is None
-    os.kill(os.getpid(), signal.Signals[name])
-    assert flag.requested(tmp_path) == name == flag.requested(tmp_path)
-
-
-def test_a_storm_of_sigterm_is_one_request(flag, tmp_path):
-    for _ in range(100):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert flag.requested(tmp_path) == "SIGTERM"
-
-
-def test_a_second_ctrl_c_interrupts_at_once(flag, tmp_path):
-    os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert flag.requested(tmp_path) == "SIGTERM"
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_file_STOP_asks_the_run_to_stop(flag, tmp_path):
-    (tmp_path / "STOP").touch()
-    assert flag.requested(tmp_path) == "STOP file"
-
-
-def _agree(rank, directory):
+def _agree(rank):
     tensor = dist.all_reduce(torch.tensor([1.0, rank]))
-    flag = StopFlag()
-    before = flag.requested(directory)
-    if rank == 1:
-        flag.ask("SIGUSR1")
-    return tensor.tolist(), before, flag.requested(directory), dist.broadcast_object(rank), dist.gather_objects(rank)
+    return tensor.tolist(), dist.broadcast_object(rank), dist.gather_objects(rank)
 
 
-def test_all_ranks_agree(tmp_path):
-    assert on_ranks(2, lambda rank: _agree(rank, tmp_path)) == [([2.0, 1.0], None, "SIGUSR1", 0, [0, 1])] * 2
+def test_all_ranks_agree():
+    assert on_ranks(2, _agree) == [([2.0, 1.0], 0, [0, 1])] * 2
 
 
 @pytest.mark.parametrize("met_by", [[0], [1], [1, 2]])
@@ -112,20 +71,6 @@ def test_a_rank_that_dies_is_noticed_by_who_waits_for_it(tmp_path):
     assert dist.loss_of_rank(RuntimeError("boom")) is dist.loss_of_rank(None) is None
 
 
-def test_a_ctrl_c_that_arrives_twice_at_a_rank_of_torchrun_is_one(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    now = [5.0]
-    monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
-    flag = StopFlag()
-    flag._handle(signal.SIGINT, None)
-    now[0] += 4.9
-    flag._handle(signal.SIGINT, None)
-    assert flag.requested(tmp_path) == "SIGINT"
-    now[0] += 0.2
-    with pytest.raises(KeyboardInterrupt):
-        flag._handle(signal.SIGINT, None)
-
-
 def test_the_age_of_torchrun_is_that_of_the_process_that_started_this_one(monkeypatch):
     assert seconds_since_torchrun() == 0
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
@@ -135,11 +80,3 @@ def test_the_age_of_torchrun_is_that_of_the_process_that_started_this_one(monkey
     assert youngest < first <= second < time.clock_gettime(time.CLOCK_BOOTTIME)
     monkeypatch.setattr(os, "getppid", lambda: 2**30)  # there is none
     assert seconds_since_torchrun() == 0
-
-
-def test_a_check_raises_why_the_run_has_to_stop(tmp_path):
-    flag = StopFlag()
-    flag.check(tmp_path)
-    flag.ask("SIGTERM")
-    with pytest.raises(Stopped, match="SIGTERM"):
-        flag.check(tmp_path)

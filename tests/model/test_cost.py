@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.parallel import VOCABULARY as SENT_VOCABULARY
+from benchmarks.parallel import measure
 from pkm.config.schema import Config, load
+from pkm.corpus.store import write_manifest
 from pkm.format import amount, size
 from pkm.model import cost, summary
+from pkm.model.cost import traffic
+from pkm.text.vocab import Vocab
+from tests.support.fork import on_ranks
+from tests.support.tiny import tiny_config
 
 REPOSITORY = Path(__file__).parents[2]
 MINIMAL = "name: a\ncorpus: {path: p, context: 10}\noptim: {steps: 5, batch_tokens: 80}\nmodel: {layers: 2, dim: 8, heads: 2}\n"
@@ -261,10 +268,15 @@ class TestSummary:
         made = config(tmp_path, MINIMAL, f"corpus.path={tmp_path}")
         summary.print_plan(made)
         assert "no corpus at" in capsys.readouterr().out
-        (tmp_path / "vocab").write_text("the 5\nof 3\n")
+        vocab = Vocab(["the", "of"], [5, 3], specials=("<one>", "<two>", "<three>"))
+        for name in ("codes", "vocab"):
+            vocab.save(tmp_path / name)
+        write_manifest(tmp_path, {"train": [], "valid": [], "test": []}, vocab, {}, {})
         summary.print_plan(made)
         out = capsys.readouterr().out
-        assert "no corpus at" not in out and " 16 " in out  # 14 special ids and two subwords
+        assert (
+            "no corpus at" not in out and " 9 " in out
+        )  # four ids that every vocabulary has, three specials, two pieces
 
     @pytest.mark.parametrize(
         ("number", "text"),
@@ -280,3 +292,38 @@ class TestSummary:
 def test_counting_imports_no_torch() -> None:
     program = "import sys, pkm.model.summary, pkm.config.schema; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY).returncode == 0
+
+
+# ---- bytes that ranks send --------------------------------------------------------------------------------------------
+
+
+FEW = 64  # bytes: the loss and the norms
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {"values": "sharded"}},
+        {"parallel": {"values": "sharded"}, "optim": {"micro_batch": 1}},
+        {"parallel": {"values": "sharded", "activation_checkpointing": True}},
+        {"optim": {"values": {"update": "dense"}}},
+        {"parallel": {"batch_norm": "each rank"}, "optim": {"values": {"update": "dense"}}},
+        {"memory": None},
+    ],
+)
+def test_the_dry_run_expects_what_ranks_send(ranks, sections):
+    config = tiny_config(**sections)
+    for found in on_ranks(ranks, lambda rank: measure(config, steps=1)):
+        assert found["sent_bytes"] == pytest.approx(found["expected_bytes"], abs=FEW * ranks)
+
+
+def test_replicated_values_send_less_than_the_dry_run_expects_at_most():
+    config = tiny_config()
+    (found, _) = on_ranks(2, lambda rank: measure(config, steps=1))
+    most = traffic(config, SENT_VOCABULARY, 2)
+    assert most.total - most.values < found["sent_bytes"] <= most.total + FEW
+
+
+def test_one_rank_sends_nothing():
+    assert traffic(tiny_config(), VOCABULARY, 1).total == 0

@@ -36,7 +36,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "at work 100%"
     folder.mkdir()
     (folder / "corpus").mkdir()
-    (folder / "corpus" / "vocab").write_text("the 3\n")
+    (folder / "corpus" / "manifest.json").write_text('{"vocab_size": 15}')
     config = tiny_config(name="a/b", corpus={"path": "corpus"}, device="auto")
     (folder / "c.yaml").write_text(dump(config))
     monkeypatch.chdir(folder)
