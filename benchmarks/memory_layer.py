@@ -238,14 +238,14 @@ def our_whole(layer: MemoryLayer, adam: ValuesAdam, batches: list[Tensor], dtype
 
 
 OURS = {
-    "fused, fp32 state": ValuesOptim(update="fused", dtype="bf16+master"),
+    "fused, fp32 state": ValuesOptim(update="in_backward", dtype="bf16+master"),
     "sparse, fp32 state": ValuesOptim(update="sparse", dtype="bf16+master"),
-    "fused, bf16 state": ValuesOptim(update="fused", dtype="bf16", state_dtype="bf16"),
+    "fused, bf16 state": ValuesOptim(update="in_backward", dtype="bf16", state_dtype="bf16"),
     "sparse, bf16 state": ValuesOptim(update="sparse", dtype="bf16", state_dtype="bf16"),
 }
 OURS_CPU = {
     "sparse, fp32": ValuesOptim(update="sparse"),
-    "fused, fp32": ValuesOptim(update="fused"),
+    "fused, fp32": ValuesOptim(update="in_backward"),
 }
 
 

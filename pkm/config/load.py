@@ -6,15 +6,19 @@ replaced, `section: null` removes a section.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import yaml
 from pydantic import BaseModel
 
+from pkm.config.renamed import with_new_names
 from pkm.config.schema_node import NULLS, SchemaNode, nearest
 from pkm.config.validate import Checked, check_tree
 from pkm.config.yaml_tree import Node, Place, Scalar, merge, parse
@@ -43,17 +47,28 @@ class Resolved(Generic[Model]):
             raise _all(Path(self.path), _blame(impossible, self.places, self.path), [])
 
 
+@cache  # a file may be read many times over: for each cell of a table, for each rank's checks
+def _warn(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {line}", file=sys.stderr)
+
+
 def load(
-    path: Path | str, overrides: Sequence[str], schema: type[Model], check: Impossible[Model] | None = None
+    path: Path | str,
+    overrides: Sequence[str],
+    schema: type[Model],
+    check: Impossible[Model] | None = None,
+    say: Callable[[str], None] = _warn,
 ) -> Resolved[Model]:
     """Read `path`, its base files and the overrides (`a.b=value`, later ones win) into a `schema`.
 
     check  combinations that cannot be: (dotted key to blame, what is wrong, how to fix it). It is called with an
            incomplete config when some settings are wrong themselves: reading one of those raises AttributeError.
+    say    is told, in one line each, of the settings that go by another name now
 
     Raises UserErrors with every mistake of every file and argument.
     """
-    reading = _Reading(SchemaNode.by(schema))
+    reading = _Reading(SchemaNode.by(schema), say)
     tree = reading.file(Path(path), None, ())
     for argument in overrides:
         override = reading.override(argument)
@@ -109,8 +124,8 @@ _Dumper.add_representer(list, _represent_list)
 class _Reading:
     """The files and arguments of one load, and the mistakes in them."""
 
-    def __init__(self, allowed: SchemaNode):
-        self.allowed = allowed
+    def __init__(self, allowed: SchemaNode, say: Callable[[str], None]):
+        self.keys, self.say = set(allowed.keys()), say
         self.errors: list[tuple[Place, UserError]] = []
         self.sources: list[str] = []
         self.complete = True
@@ -139,6 +154,7 @@ class _Reading:
                 self.report(Place(str(path), 1), _no_mapping(tree, str(path)))
             self.complete = False
             return None
+        tree = with_new_names(tree, self.keys, self.say, self.report)
         return self._over_base(tree, path, (*chain, path.resolve()))
 
     def _over_base(self, tree: Node, path: Path, chain: tuple[Path, ...]) -> Node:
@@ -175,7 +191,7 @@ class _Reading:
             return None
         for part in reversed(parts):
             node = Node({part: node}, place)
-        return node
+        return with_new_names(node, self.keys, self.say, self.report)
 
     def _override_problem(
         self, argument: str, key: str, equals: str, text: str, parts: list[str]

@@ -13,6 +13,4 @@ Natural = Annotated[int, Field(ge=0)]
 class Part(BaseModel):
     """A section of the file: frozen, and closed to keys it does not know."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True, serialize_by_alias=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)

@@ -120,14 +120,16 @@ IMPOSSIBLE: list[Rule] = [
     ),
     (
         "optim.values.clip",
-        lambda c: c.optim.values.update == "fused" and c.optim.values.clip is not None,
-        lambda c: "update: fused applies Adam inside backward, before the norm of the gradient is known",
+        lambda c: c.optim.values.update == "in_backward" and c.optim.values.clip is not None,
+        lambda c: "update: in_backward applies Adam inside backward, before the norm of the gradient is known",
         "use update: sparse, or clip: null",
     ),
     (
         "optim.values.update",
-        lambda c: c.optim.values.update == "fused" and c.precision == "fp16",
-        lambda c: "fused moves rows inside backward, before fp16's loss scaler knows whether the step must be skipped",
+        lambda c: c.optim.values.update == "in_backward" and c.precision == "fp16",
+        lambda c: (
+            "in_backward moves rows inside backward, before fp16's loss scaler knows whether the step must be skipped"
+        ),
         "use update: sparse, or precision: bf16",
     ),
     (
@@ -176,11 +178,11 @@ def impossible_for(config: Config, ranks: int) -> list[Mistake]:
     if config.memory and config.parallel.values == "sharded" and config.model.dim % ranks:
         what = f"{ranks} ranks cannot share the {config.model.dim} columns of the values evenly"
         found.append(("parallel.values", what, "choose a model.dim that the ranks divide, or values: replicated"))
-    if config.memory and config.optim.values.update == "fused":
+    if config.memory and config.optim.values.update == "in_backward":
         if config.optim.micro_batch and config.optim.micro_batch < config.sequences // ranks:
-            what = "update: fused moves rows inside backward, and with accumulation a gradient is whole only after the last"
+            what = "update: in_backward moves rows inside backward, and with accumulation a gradient is whole only after the last"
             found.append(("optim.micro_batch", what, "use update: sparse, or micro_batch: null"))
         if ranks > 1 and config.parallel.values == "replicated":
-            what = f"fused moves rows inside backward, without the gradients of the other {ranks - 1} ranks"
+            what = f"in_backward moves rows inside backward, without the gradients of the other {ranks - 1} ranks"
             found.append(("optim.values.update", what, "use update: sparse, or parallel.values: sharded"))
     return found

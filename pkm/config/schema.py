@@ -128,7 +128,7 @@ class DenseOptim(Part):
     """Linear warm-up."""
     clip: Rate | None = 5.0
     """Largest gradient norm of the group; null = no clipping."""
-    fused: Literal["torch", "apex"] = "torch"
+    implementation: Literal["torch", "apex"] = "torch"
     """Whose fused Adam updates the group; apex is NVIDIA's, where it is installed."""
 
 
@@ -163,9 +163,9 @@ class ValuesOptim(Part):
     """Linear warm-up."""
     clip: Rate | None = None
     """Largest gradient norm of the group; null = no clipping."""
-    update: Literal["auto", "dense", "sparse", "fused"] = "auto"
-    """dense: Adam over all slots. sparse: only slots that were read move, nor do the others' moments. fused: sparse, inside
-    backward. auto = sparse."""
+    update: Literal["auto", "dense", "sparse", "in_backward"] = "auto"
+    """dense: Adam over all slots. sparse: only the slots that were read move, and only their moments. in_backward: as sparse,
+    while backward runs. auto = sparse."""
     dtype: Literal["fp32", "bf16", "bf16+master"] = "fp32"
     """How values are kept: bf16 rounds stochastically; bf16+master reads bf16 and updates an fp32 copy."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -187,8 +187,8 @@ class OptimConfig(Part):
     addressing: GroupOptim = GroupOptim()
     """The memories' query networks and keys."""
     values: ValuesOptim = ValuesOptim()
-    max_skipped: Positive = 20
-    """Steps skipped in a row, because loss or gradient was not finite, that stop the run."""
+    max_consecutive_skips: Positive = 20
+    """Steps skipped one after the other, because loss or gradient was not finite, that stop the run."""
 
     def group(self, name: str) -> DenseOptim | ValuesOptim:
         """Settings of `dense`, `embeddings`, `addressing` or `values` with every rate a number and nothing left to `dense`."""
@@ -214,8 +214,8 @@ class ParallelConfig(Part):
 
     values: Literal["replicated", "sharded"] = "replicated"
     """Every rank holds the values whole, or each d/R columns of every slot."""
-    batch_norm: Literal["all ranks", "each rank"] = "all ranks"
-    """Whose tokens the query's BatchNorm takes its statistics over."""
+    sync_batch_norm: bool = True
+    """The query's BatchNorm takes its statistics over the tokens of all ranks; false = of each rank alone."""
     activation_checkpointing: bool = False
     """Keep only each block's input for backward and compute the rest again: less memory, about a third more time."""
 
@@ -227,7 +227,7 @@ class CheckpointConfig(Part):
     """Steps between checkpoints; one more is written at the end and when the run is told to stop."""
     keep: Positive = 3
     """Newest checkpoints that stay; the best one stays besides."""
-    in_background: Annotated[bool, Field(alias="async")] = False
+    in_background: bool = False
     """Copy the tensors to the CPU's memory and write them while training goes on; it needs room there for the copy."""
 
 

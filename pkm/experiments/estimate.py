@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from pkm.config.schema import Config, load
+from pkm.config.load import load
+from pkm.config.schema import Config
 from pkm.corpus.store import Corpus, Split, open_corpus
 from pkm.device import DTYPES, pick_device, pick_precision
 from pkm.errors import UserError
@@ -62,7 +63,7 @@ class Estimator:
             progress.read(file.parent)
             if progress.tokens_per_second:
                 try:
-                    self.learn(load(file).config, progress.tokens_per_second)
+                    self.learn(load(file, (), Config, say=lambda line: None).config, progress.tokens_per_second)
                 except UserError:
                     continue
         return len(self._rates)

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from pkm.config.load import load as load_file
 from pkm.config.part import Part
+from pkm.config.renamed import with_old_names
 from pkm.config.schema import Config, load
 from pkm.config.schema_node import nearest
 from pkm.errors import UserError
@@ -205,7 +206,8 @@ def run_name(config: Config) -> str:
         parts += [side, f"layer{layers}", f"h{m.heads}k{m.knn}", m.query.norm]
     # Without defaults, so that a setting which a later version adds leaves the name as it is.
     left_out = {"name", "runs", "checkpoint", "log", "max_minutes", "profile", "threads"}
-    tree = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
+    # Under their first names, so that a setting which was renamed leaves it as well.
+    tree = with_old_names(config.model_dump(mode="json", exclude=left_out, exclude_defaults=True))
     tree["corpus"]["path"] = _fingerprint(config.corpus.path)
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:8]
     return "-".join([*parts, f"seed{config.seed}", digest])

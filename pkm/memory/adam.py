@@ -24,7 +24,7 @@ class ValuesAdam:
     step t on a row with gradient g:  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,
     row <- row - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    `update: fused` wants `.begin` before each backward, which then moves the rows; `.step` only ends it. A number of
+    `update: in_backward` wants `.begin` before each backward, which then moves the rows; `.step` only ends it. A number of
     the gradient that is not finite moves nothing; that the rest of the step is skipped cannot be taken back there.
     Numbers kept in bf16 are rounded stochastically, by noise that depends on step, table, row and column alone.
     """
@@ -32,7 +32,7 @@ class ValuesAdam:
     def __init__(self, tables: dict[str, Values], settings: ValuesOptim):
         """tables    by name: `state_tensors` names what it keeps after them."""
         self.names, self.tables, self.settings = list(tables), list(tables.values()), settings
-        self.fused = settings.update == "fused"
+        self.in_backward = settings.update == "in_backward"
         self.moments: list[tuple[Tensor, Tensor]] = []
         self.masters: list[Tensor | None] = []
         for table in self.tables:
@@ -45,7 +45,7 @@ class ValuesAdam:
             self.moments.append((torch.zeros_like(values, dtype=dtype), torch.zeros_like(values, dtype=dtype)))
 
     def gradient_norm(self) -> Tensor:
-        """Euclidean norm of all tables' gradients, fp32 scalar; 0 for `fused`, which leaves none."""
+        """Euclidean norm of all tables' gradients, fp32 scalar; 0 for `in_backward`, which leaves none."""
         found = [g.values for table in self.tables if (g := table.gradient()) is not None]
         return torch.nn.utils.get_total_norm(found) if found else torch.zeros(())
 
@@ -58,8 +58,8 @@ class ValuesAdam:
                 gradient.values.mul_(factor)
 
     def begin(self, lr: float, step: int) -> None:
-        """Announce the update that the next backward is to apply; nothing to do unless `update: fused`."""
-        if self.fused:
+        """Announce the update that the next backward is to apply; nothing to do unless `update: in_backward`."""
+        if self.in_backward:
             for i, table in enumerate(self.tables):
                 table.inside_backward = _Once(self._step(i, lr, step))
 
@@ -118,7 +118,7 @@ class _Once:
         step, self.step = self.step, None
         if step is None:
             raise UserError(
-                "update: fused saw a second backward through one table before the next step began",
+                "update: in_backward saw a second backward through one table before the next step began",
                 "optim.values.update",
                 "choose sparse for gradient accumulation",
             )

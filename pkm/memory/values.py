@@ -31,10 +31,11 @@ class RowGradient(NamedTuple):
 class Values(nn.Module):
     """A table (K, d), initialised N(0, std^2) with std = d^-1/2 where none is given.
 
-    dense   (as built) `weight` is an ordinary parameter: backward leaves a K x d gradient in `weight.grad`
-    sparse  after `.collect_rows()`: `weight` has no `.grad`; backward leaves the compact gradient of the rows that were
-            read in `.gradient()`, summed over backward passes until `.clear_gradient()`
-    fused   while `inside_backward` is set: backward asks it for an update and applies that to the rows; no gradient is left
+    dense        (as built) `weight` is an ordinary parameter: backward leaves a K x d gradient in `weight.grad`
+    sparse       after `.collect_rows()`: `weight` has no `.grad`; backward leaves the compact gradient of the rows that
+                 were read in `.gradient()`, summed over backward passes until `.clear_gradient()`
+    in_backward  while `inside_backward` is set: backward asks it for an update and applies that to the rows; no gradient
+                 is left
 
     backend       who reads
     read_sharded  if set, `weight` is this rank's columns only, and this reads from all of them (pkm.memory.sharding)

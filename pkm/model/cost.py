@@ -227,7 +227,7 @@ class Traffic:
     """Gradients of everything but the values, once an update: 4 bytes each, summed."""
     batch_norm: int
     """Mean and variance of the H q query features, summed, and their gradients back, in every micro-batch; with
-    `batch_norm: each rank` the running ones, once an update."""
+    `sync_batch_norm: false` the running ones, once an update."""
     values: int
     """With N tokens of a rank in an update, J = H k reads of a token, a bytes of a product's result; for each memory,
     replicated  K bytes that say which rows were read, and the gradient of those rows (at most min(K, R N J)) summed;
@@ -259,7 +259,7 @@ def traffic(config: Config, vocab_size: int, ranks: int) -> Traffic:
         return Traffic(dense, 0, 0)
     norm = 0
     features = 2 * m.heads * m.query.dim
-    if m.query.norm == "batch" and config.parallel.batch_norm == "all ranks":
+    if m.query.norm == "batch" and config.parallel.sync_batch_norm:
         norm = memories * micro_batches * summed(FP32 * (forwards * (features + 1) + features))
     elif m.query.norm == "batch":
         norm = summed(memories * FP32 * features)

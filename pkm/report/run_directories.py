@@ -142,7 +142,7 @@ def read_run(directory: Path, label: str) -> Run:
 def read_settings(file: Path) -> dict[str, str]:
     """Every setting, also those that its version of the schema did not know yet; as it stands, if today's refuses it."""
     try:
-        tree = load(file, (), Config).config.model_dump(mode="json")
+        tree = load(file, (), Config, say=lambda line: None).config.model_dump(mode="json")
     except UserError:
         try:
             tree = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -84,9 +84,10 @@ class Run:
         path = self.directory / "config.yaml"
         if path.exists():
             changed = refuse_changes(path, self.config)
-            if not changed:
+            if changed:
+                self.say("settings changed since this run began: " + ", ".join(changed))
+            if path.read_bytes() == resolved_yaml.encode():
                 return
-            self.say("settings changed since this run began: " + ", ".join(changed))
         elif self.checkpoints.steps():
             raise UserError(
                 "there are checkpoints but no settings, so nobody can tell whether they fit",

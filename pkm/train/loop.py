@@ -101,7 +101,7 @@ def start_clock(config: Config, run: Run, corpus: Corpus, model: Transformer, op
 
 def refuse_to_skip_for_ever(config: Config, state: State) -> None:
     """UserError on every rank if too many steps in a row moved nothing."""
-    if state.skipped_in_a_row >= config.optim.max_skipped:
+    if state.skipped_in_a_row >= config.optim.max_consecutive_skips:
         raise dist.raised_by_rank_0(
             UserError(
                 f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; the checkpoints before them stay",

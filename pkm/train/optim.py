@@ -119,7 +119,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 def _adam(groups: list[dict[str, Any]], settings: DenseOptim | ValuesOptim) -> torch.optim.Optimizer:
     """torch's fused AdamW, or apex's where it is asked for; UserError if NVIDIA's apex is not there."""
-    if isinstance(settings, DenseOptim) and settings.fused == "apex":
+    if isinstance(settings, DenseOptim) and settings.implementation == "apex":
         try:
             from apex.optimizers import FusedAdam  # PyPI's package `apex` is another and has no such module
 
@@ -127,7 +127,7 @@ def _adam(groups: list[dict[str, Any]], settings: DenseOptim | ValuesOptim) -> t
         except (ImportError, RuntimeError) as error:
             raise UserError(
                 f"NVIDIA's apex with its CUDA extensions cannot be used: {error}",
-                "optim.dense.fused",
+                "optim.dense.implementation",
                 "choose torch, or build apex from its source (python scripts/doctor.py says what is installed)",
             ) from None
     # Some versions of torch's fused kernels leave out elements beyond 2^31.
@@ -198,7 +198,7 @@ class Optimizers:
             optimizer.scale_gradients(factor)
 
     def begin(self, step: int) -> None:
-        """Before backward: `update: fused` moves the values inside it."""
+        """Before backward: `update: in_backward` moves the values inside it."""
         if isinstance(self.values, ValuesAdam):
             self.values.begin(self.learning_rates(step)["values"], step)
 

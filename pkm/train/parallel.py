@@ -26,7 +26,7 @@ def apply_parallelism(model: Transformer, config: Config) -> Transformer:
     model.activation_checkpointing = config.parallel.activation_checkpointing
     if dist.world_size() > 1:
         for norm in batch_norms(model):
-            norm.sum_over_ranks = sum_over_ranks if config.parallel.batch_norm == "all ranks" else None
+            norm.sum_over_ranks = sum_over_ranks if config.parallel.sync_batch_norm else None
         for table in model.tables().values() if config.parallel.values == "sharded" else ():
             sharding.shard(table)
     if config.compile:
@@ -62,7 +62,7 @@ def batch_norms(model: nn.Module) -> list[BatchNorm]:
 
 
 def average_statistics(model: Transformer) -> None:
-    """With `batch_norm: each rank` the running statistics become the ranks' mean, so that all score and save the same model."""
+    """With `sync_batch_norm: false` the running statistics become the ranks' mean, so that all score and save the same model."""
     own = [buffer for norm in batch_norms(model) if norm.sum_over_ranks is None for buffer in norm.buffers()]
     if dist.world_size() == 1 or not own:
         return

@@ -34,8 +34,8 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("memory.knn", ["memory.knn=65"]),
     ("memory.knn", ["memory.keys=flat", "memory.sub_keys=null", "memory.slots=20"]),
     ("memory.query.dim", ["memory.query.dim=7"]),
-    ("optim.values.clip", ["optim.values.update=fused", "optim.values.clip=1"]),
-    ("optim.values.update", ["optim.values.update=fused", "precision=fp16"]),
+    ("optim.values.clip", ["optim.values.update=in_backward", "optim.values.clip=1"]),
+    ("optim.values.update", ["optim.values.update=in_backward", "precision=fp16"]),
     ("optim.values.dtype", ["optim.values.update=dense", "optim.values.dtype=bf16"]),
     ("optim.values.state_dtype", ["optim.values.update=dense", "optim.values.state_dtype=bf16"]),
 ]
@@ -72,11 +72,11 @@ def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "overrides", "keys"),
     [
-        (1, ["optim.values.update=fused"], []),
-        (8, ["optim.values.update=fused", "parallel.values=sharded"], []),
-        (8, ["optim.values.update=fused"], ["optim.values.update"]),
-        (1, ["optim.values.update=fused", "optim.micro_batch=4"], ["optim.micro_batch"]),
-        (2, ["optim.values.update=fused", "optim.micro_batch=4", "parallel.values=sharded"], []),
+        (1, ["optim.values.update=in_backward"], []),
+        (8, ["optim.values.update=in_backward", "parallel.values=sharded"], []),
+        (8, ["optim.values.update=in_backward"], ["optim.values.update"]),
+        (1, ["optim.values.update=in_backward", "optim.micro_batch=4"], ["optim.micro_batch"]),
+        (2, ["optim.values.update=in_backward", "optim.micro_batch=4", "parallel.values=sharded"], []),
         (8, ["parallel.values=sharded", "model.dim=72"], []),
         (8, ["parallel.values=sharded", "model.dim=68", "model.heads=4"], ["parallel.values"]),
         (8, ["optim.values.clip=1", "optim.micro_batch=1", "precision=fp16", "compile=true"], []),
@@ -146,7 +146,7 @@ SETS = [
 
 
 @pytest.mark.parametrize("place", ["alone", "replicated", "sharded"])
-@pytest.mark.parametrize("update", ["sparse", "dense", "fused"])
+@pytest.mark.parametrize("update", ["sparse", "dense", "in_backward"])
 def test_what_the_readmes_table_says_no_to_is_refused_by_name_and_all_else_is_not(update: str, place: str) -> None:
     cell, ranks = cells()[update, place], 1 if place == "alone" else 2
     values = "sharded" if place == "sharded" else "replicated"

@@ -26,7 +26,7 @@ cells:
 {more}"""
 MORE = """
   - {name: flat, set: [memory.keys=flat, memory.sub_keys=null, memory.slots=64], trained: false}
-  - {name: exploding, set: [optim.dense.lr=1e30, optim.max_skipped=2]}
+  - {name: exploding, set: [optim.dense.lr=1e30, optim.max_consecutive_skips=2]}
 """
 
 

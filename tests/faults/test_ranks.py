@@ -223,7 +223,7 @@ def test_a_checkpoint_whose_directory_cannot_be_read_is_named_and_the_one_before
 
 @pytest.mark.parametrize("background", ["false", "true"], ids=["in the loop", "in the background"])
 def test_a_save_that_one_rank_cannot_write_ends_all_with_the_reason_and_leaves_no_half(runs, background):
-    setting = f"checkpoint.async={background}"
+    setting = f"checkpoint.in_background={background}"
     assert codes(runs.run_ranks(2, "run", setting, on={0: SIGTERM_AT_9})) == [0, 0]
     before = runs.checkpoints("run").steps()
     ended = runs.run_ranks(2, "run", setting, on={1: {"file_size": 6000}})
@@ -239,7 +239,7 @@ def test_a_save_that_one_rank_cannot_write_ends_all_with_the_reason_and_leaves_n
 @pytest.mark.parametrize("background", ["false", "true"], ids=["in the loop", "in the background"])
 def test_a_full_disk_ends_all_ranks_and_they_go_on_when_there_is_room(runs, background):
     with small_disk(runs.root / "disk", 3000) as disk:
-        settings = (f"runs={disk}", f"checkpoint.async={background}")
+        settings = (f"runs={disk}", f"checkpoint.in_background={background}")
         assert codes(runs.run_ranks(2, "whole", *settings, on={0: SIGTERM_AT_9})) == [0, 0]
         filler = disk / "filler"
         filler.write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - 200_000))

@@ -81,12 +81,12 @@ def test_norm_and_scaling_are_over_all_tables() -> None:
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
 def test_fused_equals_sparse(dtype: str, state: str) -> None:
     ends = []
-    for update in ("sparse", "fused"):
+    for update in ("sparse", "in_backward"):
         values, adam = table(ValuesOptim(update=update, dtype=dtype, state_dtype=state))
         for step in range(1, 5):
             adam.begin(1e-2, step)
             read(values, [1, 3, 3, step]).backward()
-            assert (values.gradient() is None) == (update == "fused")
+            assert (values.gradient() is None) == (update == "in_backward")
             adam.step(1e-2, step)
             adam.clear()
         ends.append([values.weight.detach(), *adam.state_tensors().values()])
@@ -95,7 +95,7 @@ def test_fused_equals_sparse(dtype: str, state: str) -> None:
 
 
 def test_fused_refuses_a_second_backward_in_a_step() -> None:
-    values, adam = table(ValuesOptim(update="fused"))
+    values, adam = table(ValuesOptim(update="in_backward"))
     adam.begin(1e-3, 1)
     read(values, [1]).backward()
     with pytest.raises(UserError, match="second backward"):

@@ -198,7 +198,7 @@ def test_fused_and_sparse_updates_equal_the_plain_one(
 
     rows, compact = reference.row_gradient(grad, indices, weights)
     tables = []
-    for way in ("plain", "sparse", "fused"):
+    for way in ("plain", "sparse", "in_backward"):
         table, step = table_and_step()
         if way == "plain":
             adam_step.update(rows, compact, table, step)

@@ -308,7 +308,7 @@ FEW = 64  # bytes: the loss and the norms
         {"parallel": {"values": "sharded"}, "optim": {"micro_batch": 1}},
         {"parallel": {"values": "sharded", "activation_checkpointing": True}},
         {"optim": {"values": {"update": "dense"}}},
-        {"parallel": {"batch_norm": "each rank"}, "optim": {"values": {"update": "dense"}}},
+        {"parallel": {"sync_batch_norm": False}, "optim": {"values": {"update": "dense"}}},
         {"memory": None},
     ],
 )

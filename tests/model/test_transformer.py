@@ -153,7 +153,7 @@ def test_memories_that_share_compiled_code_keep_their_gradients_apart():
 def test_plain_steps_logged_steps_and_evaluations_compile_without_breaks_and_once_for_all_memories(train, monkeypatch):
     compiled = {}
     # Beyond 8 versions of one function torch leaves it uncompiled, with no more than a warning.
-    for memories, update in ((1, "sparse"), (5, "sparse"), (5, "dense"), (5, "fused")):
+    for memories, update in ((1, "sparse"), (5, "sparse"), (5, "dense"), (5, "in_backward")):
         torch._dynamo.reset()
         counters.clear()
         counter = CompileCounter()

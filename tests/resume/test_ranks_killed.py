@@ -62,7 +62,7 @@ def test_a_rank_killed_at_a_named_point_of_a_save_ends_all_and_the_run_ends_bit_
     "point", ["checkpoint:in-shard#30", "checkpoint:after-manifest#2", "checkpoint:after-rename#3"]
 )
 def test_a_rank_of_four_with_sharded_values_killed_in_a_save_in_the_background_ends_bit_identical(runs, whole, point):
-    settings = ("parallel.values=sharded", "checkpoint.async=true")
+    settings = ("parallel.values=sharded", "checkpoint.in_background=true")
     name = f"4-{point.replace(':', '-').replace('#', '-')}"
     rank = random.Random(point).randrange(4)
     die(runs, 4, name, *settings, rank=rank, fault=point)
@@ -71,7 +71,7 @@ def test_a_rank_of_four_with_sharded_values_killed_in_a_save_in_the_background_e
 
 
 def test_statistics_of_each_rank_are_saved_as_their_mean_so_that_a_killed_run_ends_bit_identical(runs, whole):
-    setting = "parallel.batch_norm=each rank"
+    setting = "parallel.sync_batch_norm=false"
     die(runs, 2, "2-each", setting, rank=1, fault="checkpoint:end#2")
     runs.finish(2, "2-each", setting)
     assert runs.outcome("2-each") == whole(2, setting)
@@ -83,7 +83,7 @@ def test_a_report_counts_the_values_of_all_ranks(runs, whole):
 
 
 @pytest.mark.parametrize(
-    "settings", [(), ("parallel.values=sharded", "checkpoint.async=true")], ids=["plain", "sharded"]
+    "settings", [(), ("parallel.values=sharded", "checkpoint.in_background=true")], ids=["plain", "sharded"]
 )
 def test_a_random_rank_killed_at_random_moments_ends_bit_identical_each_time(runs, whole, settings):
     expected, label = whole(2, *settings[:1]), len(settings)
@@ -106,7 +106,7 @@ def test_a_random_rank_killed_at_random_moments_ends_bit_identical_each_time(run
 
 
 def test_saves_in_the_background_change_nothing_in_the_run(runs, whole):
-    runs.finish(2, "in-background", "checkpoint.async=true")
+    runs.finish(2, "in-background", "checkpoint.in_background=true")
     assert runs.outcome("in-background") == whole(2)
-    assert runs.run("in-background-alone", "checkpoint.async=true").code == 0
+    assert runs.run("in-background-alone", "checkpoint.in_background=true").code == 0
     assert runs.outcome("in-background-alone") == runs.outcome("whole")

@@ -62,6 +62,20 @@ def test_changed_settings_are_refused_all_at_once_with_both_values(opened):
         pass
 
 
+def test_a_run_that_began_under_old_names_of_settings_is_taken_up_and_has_the_new_ones_then(opened):
+    with opened(optim={"values": {"update": "in_backward"}}):
+        now = settings(opened)
+    then = now.replace("implementation: torch", "fused: torch").replace("update: in_backward", "update: fused")
+    then = then.replace("max_consecutive_skips: 20", "max_skipped: 20").replace("in_background: false", "async: false")
+    then = then.replace("sync_batch_norm: true", "batch_norm: all ranks")
+    (opened.directory / "config.yaml").write_text(then)
+    with pytest.raises(UserError, match=r"optim\.values\.update: in_backward -> sparse"):
+        opened(optim={"values": {"update": "sparse"}})
+    assert settings(opened) == then
+    with opened(optim={"values": {"update": "in_backward"}}):
+        assert settings(opened) == now and "settings changed" not in opened.heard()
+
+
 def test_a_memory_that_was_not_there_is_a_change(opened):
     opened(memory=None).__exit__(None, None, None)
     with pytest.raises(UserError, match=r"memory.sub_keys: nothing -> 8"):

@@ -31,7 +31,7 @@ from tests.support.tiny import tiny_config
 
 STEPS = 3
 # The rows of the README's table that several ranks have, and what else it says may be asked for.
-WAYS = ("replicated-sparse", "replicated-dense", "sharded-sparse", "sharded-dense", "sharded-fused")
+WAYS = ("replicated-sparse", "replicated-dense", "sharded-sparse", "sharded-dense", "sharded-in_backward")
 ASKED: dict[str, dict[str, Any]] = {
     "plain": {},
     # LayerNorm on the query: BatchNorm's statistics are those of a micro-batch.
@@ -40,14 +40,14 @@ ASKED: dict[str, dict[str, Any]] = {
     "recomputed": {"parallel": {"activation_checkpointing": True}},
     "compiled": {"compile": True},
 }
-# Refused (fused, accumulated), or the same graph as another that is compiled here, which takes seconds.
-LEFT_OUT = ("sharded-fused-accumulated", "sharded-sparse-compiled", "sharded-dense-compiled")
+# Refused (in_backward, accumulated), or the same graph as another that is compiled here, which takes seconds.
+LEFT_OUT = ("sharded-in_backward-accumulated", "sharded-sparse-compiled", "sharded-dense-compiled")
 CASES = [case for way in WAYS for asked in ASKED if (case := f"{way}-{asked}") not in LEFT_OUT]
 
 
 def settings(corpus: Path, case: str) -> Config:
     values, update, asked = case.split("-")
-    clip = None if update == "fused" else 0.05
+    clip = None if update == "in_backward" else 0.05
     sections = {"corpus": {"path": str(corpus)}, "precision": "fp32", **ASKED[asked]}
     sections["parallel"] = {"values": values, **sections.get("parallel", {})}
     sections["optim"] = {"values": {"update": update, "clip": clip}, **sections.get("optim", {})}
@@ -105,10 +105,10 @@ def dense_gradients(model):
 
 
 def value_gradient(model, optim):
-    """Of `update: fused`, which leaves none, the running mean that it went into."""
+    """Of `update: in_backward`, which leaves none, the running mean that it went into."""
     table, group = model.memory(2).values, optim.values
     gradient = torch.zeros_like(table.weight)
-    if isinstance(group, ValuesAdam) and group.fused:
+    if isinstance(group, ValuesAdam) and group.in_backward:
         gradient += group.moments[0][0]
     elif isinstance(group, ValuesAdam):
         rows, values = table.gradient()

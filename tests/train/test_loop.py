@@ -83,7 +83,7 @@ def test_fp16_with_a_scaled_loss_learns_as_fp32_does(train, fp16):
 
 def test_a_loss_scale_too_large_skips_steps_until_it_fits_and_they_are_counted(train, fp16):
     fp16(scale=2.0**40)
-    model, _, state, directory = train(optim={"steps": 60, "max_skipped": 50}, log={"every_steps": 1})
+    model, _, state, directory = train(optim={"steps": 60, "max_consecutive_skips": 50}, log={"every_steps": 1})
     assert state.skipped > 10 and state.skipped_in_a_row < state.skipped
     assert state.loss_scale["value"] == 2.0 ** (40 - state.skipped)
     skipped = [r["skipped"] for r in read(directory / "metrics.jsonl") if r["kind"] == "train"]
@@ -105,7 +105,7 @@ def test_the_loss_scale_is_kept_in_checkpoints_and_the_resumed_run_ends_with_the
 def test_too_many_skipped_steps_stop_the_run_and_leave_the_last_good_checkpoint(train, nan_at, tmp_path):
     nan_at(set(range(8, 100)))
     with pytest.raises(UserError, match=r"3 steps in a row.*not finite"):
-        train(optim={"max_skipped": 3})
+        train(optim={"max_consecutive_skips": 3})
     directory = tmp_path / "runs" / "tiny"
     assert Checkpoints(directory / "checkpoints", keep=3).load("latest").step == 5
     assert json.loads((directory / "status.json").read_text())["state"] == "failed"
@@ -177,7 +177,7 @@ def test_profiled_steps_leave_a_trace_each(train):
     assert {p.name for p in directory.glob("profile-*")} == {f"profile-000000{n}-rank0.json" for n in (2, 3)}
 
 
-@pytest.mark.parametrize("values", [{"update": "fused"}, {"dtype": "bf16+master"}])
+@pytest.mark.parametrize("values", [{"update": "in_backward"}, {"dtype": "bf16+master"}])
 def test_ways_to_keep_and_move_the_values_learn_as_the_plain_one(train, values):
     curves = []
     for name, changed in (("plain", {}), ("changed", values)):
@@ -188,7 +188,7 @@ def test_ways_to_keep_and_move_the_values_learn_as_the_plain_one(train, values):
 
 
 @pytest.mark.parametrize(
-    "values", [{"update": "fused"}, {"dtype": "bf16", "state_dtype": "bf16"}, {"dtype": "bf16+master"}]
+    "values", [{"update": "in_backward"}, {"dtype": "bf16", "state_dtype": "bf16"}, {"dtype": "bf16+master"}]
 )
 def test_values_resume_bit_for_bit_however_they_are_kept(train, values):
     model, optim, *_ = train(name="whole", optim={"steps": 9, "values": values})

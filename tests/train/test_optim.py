@@ -145,7 +145,7 @@ def test_a_group_with_a_clip_of_its_own_does_not_count_in_the_dense_norm():
     assert norms["dense"] == pytest.approx(1e-3, rel=1e-2) and norms["embeddings"] == pytest.approx(1e-4, rel=1e-2)
 
 
-@pytest.mark.parametrize("update", ["dense", "sparse", "fused"])
+@pytest.mark.parametrize("update", ["dense", "sparse", "in_backward"])
 def test_update_sizes_are_rms_of_the_update_over_rms_of_the_weights(update):
     config = tiny_config(optim={"dense": {"clip": None}, "values": {"update": update}})
     model = build_model(config, VOCAB_SIZE).train()
@@ -233,7 +233,7 @@ def test_apex_is_used_when_asked_for_and_goes_on_from_torchs_state(monkeypatch):
     for second in ("torch", "apex"):
         model, optim = a_step(tiny_config())
         optim.step(1, optim.gradient_norms())
-        optim = another_step(tiny_config(optim={"dense": {"fused": second}}), model, optim)
+        optim = another_step(tiny_config(optim={"dense": {"implementation": second}}), model, optim)
         assert isinstance(optim.dense.adam, PlainAdam) == (second == "apex")
         ended.append(model.state_dict())
     torch.testing.assert_close(ended[0], ended[1], rtol=1e-5, atol=1e-6)
@@ -241,6 +241,6 @@ def test_apex_is_used_when_asked_for_and_goes_on_from_torchs_state(monkeypatch):
 
 def test_asking_for_apex_where_it_is_not_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))  # the web toolkit of that name
-    config = tiny_config(optim={"dense": {"fused": "apex"}})
-    with pytest.raises(UserError, match=r"optim\.dense\.fused.*apex"):
+    config = tiny_config(optim={"dense": {"implementation": "apex"}})
+    with pytest.raises(UserError, match=r"optim\.dense\.implementation.*apex"):
         build_optimizers(config.optim, build_model(config, VOCAB_SIZE))
