@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
+from pkm.format import printable
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -22,7 +24,8 @@ class UserError(Exception):
         self.what, self.where, self.fix = what, where, fix
         place = f"{where}: " if where else ""
         remedy = f"\n  fix: {fix}" if fix else ""
-        super().__init__(f"{place}{what}{remedy}")
+        # Names are bytes: what does not print would be an error in the middle of this one.
+        super().__init__(printable(f"{place}{what}{remedy}"))
 
 
 class UserErrors(UserError):

@@ -5,6 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
+def printable(text: str) -> str:
+    """A name, or text with names in it, for a terminal, a log or a JSON file: `caf\\xe9` where its bytes are no UTF-8.
+
+    Control characters other than newlines and tabs are escaped, too.
+    """
+    if text.isprintable():
+        return text
+    pieces = []
+    for character in text:
+        if "\udc80" <= character <= "\udcff":
+            # How Python holds a byte of a name that it cannot decode.
+            character = f"\\x{ord(character) - 0xDC00:02x}"
+        elif (
+            "\ud800" <= character <= "\udfff"
+            or (ord(character) < 32 and character not in "\n\t")
+            or character == "\x7f"
+        ):
+            character = ascii(character)[1:-1]
+        pieces.append(character)
+    return "".join(pieces)
+
+
 def duration(seconds: float) -> str:
     """3725.0 -> `1:02:05`."""
     minutes, seconds = divmod(round(seconds), 60)

@@ -19,8 +19,9 @@ from rich.console import Console
 from pkm.config.load import load
 from pkm.corpus.store import SPLITS, open_corpus, verify
 from pkm.errors import UserError, exits_cleanly
-from pkm.prepare.display import progress_on, show_outcome, show_plan, show_stats
+from pkm.prepare.display import console_on, progress_on, show_outcome, show_plan, show_stats
 from pkm.prepare.input import sample
+from pkm.prepare.input.listing import LeftOut
 from pkm.prepare.input.sources import list_inputs
 from pkm.prepare.pipeline import prepare
 from pkm.prepare.settings import PrepareConfig, impossible
@@ -41,21 +42,21 @@ def arguments() -> argparse.Namespace:
 @exits_cleanly
 def main() -> None:
     given = arguments()
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = console_on(sys.stdout)
     if given.stats or given.verify or given.show is not None:
         look(given, console)
         return
     config = load(given.path, given.overrides, PrepareConfig, impossible).config
     if config.download and not config.directory.exists():
         sample.fetch()
-    if given.dry_run:
-        show_plan(config, list_inputs(config), console)
-        return
     began = time.monotonic()
-    if not config.directory.exists():
-        show_plan(config, list_inputs(config), console)
+    if given.dry_run or not config.directory.exists():
+        left_out = LeftOut()
+        show_plan(config, list_inputs(config, left_out), left_out, console)
+    if given.dry_run:
+        return
     with progress_on(console) as show:
-        outcome = prepare(config, show, lambda line: console.print(line, highlight=False))
+        outcome = prepare(config, show, console.print)
     if outcome.fresh:
         show_outcome(outcome, time.monotonic() - began, console)
     else:

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,8 +15,10 @@ from rich.table import Table
 
 from pkm.corpus.store import SPLITS, Corpus
 from pkm.files import free_bytes
+from pkm.format import printable
 from pkm.prepare.damage import examples
 from pkm.prepare.executor import cores
+from pkm.prepare.input.listing import LeftOut, left_out_line
 from pkm.prepare.input.sources import Input, needs_unpacking, piece_bytes, pieces_of, units_of
 from pkm.prepare.pipeline import Outcome
 from pkm.prepare.settings import PrepareConfig
@@ -31,6 +33,23 @@ LEARN_SECONDS = 60
 ARTICLE_SHARE = 0.1
 SPOOL_SHARE, IDS_SHARE, CHUNK_SHARE = 0.36, 0.40, 0.36
 PLAIN_LINE_SECONDS = 30.0
+
+
+# A log is not a terminal: whatever reads it breaks its lines, or none does.
+LOG_COLUMNS = 10_000
+
+
+def console_on(stream: TextIO) -> Console:
+    """Where a program shows what it does. Off a terminal no line is broken; names are shown as they are, not as markup."""
+    terminal = stream.isatty()
+    return Console(
+        file=stream,
+        width=None if terminal else LOG_COLUMNS,
+        soft_wrap=not terminal,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
 
 
 def size(count: float) -> str:
@@ -50,8 +69,8 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def show_plan(config: PrepareConfig, inputs: list[Input], console: Console) -> None:
-    """Files, sizes, and about how long it will take and how much disk it will need."""
+def show_plan(config: PrepareConfig, inputs: list[Input], left_out: LeftOut, console: Console) -> None:
+    """Files, what is left out, sizes, and about how long it will take and how much disk it will need."""
     table = Table("source", "format", "files", "size", "text, about", title=f"plan: {config.directory}")
     kinds: dict[tuple[str, str], list[Input]] = defaultdict(list)
     for file in inputs:
@@ -59,8 +78,10 @@ def show_plan(config: PrepareConfig, inputs: list[Input], console: Console) -> N
         kinds[file.url.rpartition("/")[0] or ".", file.format + packed].append(file)
     for (folder, kind), files in kinds.items():
         total, text = sum(file.size for file in files), sum(file.text_bytes for file in files)
-        table.add_row(folder, kind, f"{len(files):,}", size(total), size(text))
+        table.add_row(printable(folder), kind, f"{len(files):,}", size(total), size(text))
     console.print(table)
+    if line := left_out.line():
+        console.print(line)
     target = piece_bytes(inputs)
     large = [file for file in inputs if needs_unpacking(file, target)]
     tasks = sum(1 for _ in units_of((p for f in inputs if f not in large for p in pieces_of(f, target)), target))
@@ -70,11 +91,10 @@ def show_plan(config: PrepareConfig, inputs: list[Input], console: Console) -> N
     console.print(
         f"{len(inputs):,} files; {tasks:,} tasks, {workers} at a time ({config.executor}): about {duration(seconds)}, "
         f"{size(disk)} of disk meanwhile, {size(left)} in the end "
-        f"({size(free_bytes(config.directory))} are free)",
-        highlight=False,
+        f"({size(free_bytes(config.directory))} are free)"
     )
     if disk > free_bytes(config.directory):
-        console.print(f"[bold]the disk of {config.directory} may be too small[/bold]")
+        console.print(f"the disk of {config.directory} may be too small")
 
 
 def _estimates(
@@ -152,8 +172,7 @@ class _PlainProgress:
         rate = self._meter.rate(stage, progress)
         self._console.print(
             f"{stage.title}: {progress.bytes_done / total:.0%} ({len(progress.reports):,} of {len(stage.costs):,} tasks)"
-            f"{', ' + rate if rate else ''}{left}",
-            highlight=False,
+            f"{', ' + rate if rate else ''}{left}"
         )
 
 
@@ -192,9 +211,10 @@ def show_stats(corpus: Corpus, console: Console) -> None:
     dropped = ", ".join(f"{n:,} {kind.replace('_', ' ')}" for kind, n in manifest["dropped"].items()) or "nothing"
     files = manifest["inputs"]
     console.print(
-        f"read {manifest['records']:,} records of {files['files']:,} files ({size(files['bytes'])}); dropped: {dropped}",
-        highlight=False,
+        f"read {manifest['records']:,} records of {files['files']:,} files ({size(files['bytes'])}); dropped: {dropped}"
     )
+    if line := left_out_line(manifest.get("left_out", {})):
+        console.print(line)
     if named := examples(manifest["named"], "damaged", "too_large"):
-        console.print(f"not readable{named}", highlight=False, markup=False)
-    console.print(f"fingerprint {corpus.fingerprint}", highlight=False)
+        console.print(f"not readable{named}")
+    console.print(f"fingerprint {corpus.fingerprint}")

@@ -19,6 +19,7 @@ from pkm.prepare import tasks
 from pkm.prepare.assign import Assignment, decide
 from pkm.prepare.damage import DamageLimit, examples
 from pkm.prepare.executor import run_stage
+from pkm.prepare.input.listing import LeftOut
 from pkm.prepare.input.sources import Input, Piece, list_inputs, needs_unpacking, piece_bytes, pieces_of, units_of
 from pkm.prepare.settings import PrepareConfig
 from pkm.prepare.spool import spooled_index
@@ -65,14 +66,15 @@ def prepare(config: PrepareConfig, show: Show, say: Callable[[str], None]) -> Ou
                 shutil.rmtree(work)
         return Outcome(fresh=False)
     outcome = Outcome(fresh=True)
-    inputs = list_inputs(config)
+    left_out = LeftOut()
+    inputs = list_inputs(config, left_out)
     with working_directory(final) as work:
         discard_stale(config, inputs, work, say)
         damage = _read(config, inputs, work, show, outcome)
         _decide(config, damage, work, say)
         _learn(config, work, show, say, outcome)
         shards = _encode(config, work, show, outcome)
-        _assemble(config, inputs, damage, shards, work)
+        _assemble(config, inputs, left_out, damage, shards, work)
         publish(work / "corpus", final)
         shutil.rmtree(work)
     return outcome
@@ -125,14 +127,14 @@ def _read(config: PrepareConfig, inputs: list[Input], work: Path, show: Show, ou
     large = [file for file in inputs if needs_unpacking(file, target)]
     atomic_write(work / "unpack.json", json.dumps({"target": target, "files": [asdict(file) for file in large]}))
     damage = DamageLimit(config.limits.damaged, sum(file.size for file in inputs))
-    chunks: dict[str, list[Piece]] = {}
+    chunks: dict[Input, list[Piece]] = {}
     if large:
         stage = Stage("unpack", "unpacking large files", work, [file.size for file in large], tasks.unpack)
         for file, report in zip(large, _run(config, stage, show, outcome), strict=True):
             damage.add(report)
-            chunks[file.url] = [Piece(file, c["offset"], None, c["path"], c["size"]) for c in report["chunks"]]
+            chunks[file] = [Piece(file, c["offset"], None, c["path"], c["size"]) for c in report["chunks"]]
     if not (work / "units.jsonl").exists():
-        pieces = (piece for file in inputs for piece in chunks.get(file.url) or pieces_of(file, target))
+        pieces = (piece for file in inputs for piece in chunks.get(file) or pieces_of(file, target))
         tasks.save_units(work, units_of(pieces, target))
     costs = [sum(piece.text_bytes for piece in unit) for unit in tasks.load_units(work)]
     stage = Stage("read", "reading and filtering", work, costs, tasks.read)
@@ -227,7 +229,9 @@ def _encode(config: PrepareConfig, work: Path, show: Show, outcome: Outcome) -> 
     return [Shard(**report["shard"]) for report in reports]
 
 
-def _assemble(config: PrepareConfig, inputs: list[Input], damage: DamageLimit, train: list[Shard], work: Path) -> None:
+def _assemble(
+    config: PrepareConfig, inputs: list[Input], left_out: LeftOut, damage: DamageLimit, train: list[Shard], work: Path
+) -> None:
     """The held-out splits, in the order of their articles' hashes; codes, vocabulary and manifest."""
     corpus = work / "corpus"
     remove_unfinished(corpus)
@@ -260,6 +264,7 @@ def _assemble(config: PrepareConfig, inputs: list[Input], damage: DamageLimit, t
             "name": config.name,
             "settings": settings,
             "inputs": listing(inputs),
+            "left_out": left_out.counts(),
             "records": damage.records,
             "dropped": dict(sorted(dropped.items())),
             "lost_bytes": damage.lost_bytes,

@@ -111,7 +111,7 @@ class Task:
             "cpu_seconds": cpu_seconds() - worked,
             "peak_kilobytes": peak_kilobytes(),
         }
-        atomic_write(report, json.dumps(result, ensure_ascii=False))
+        atomic_write(report, json.dumps(result))
         running.unlink(missing_ok=True)
 
 

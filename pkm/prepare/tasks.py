@@ -32,6 +32,7 @@ import zstandard
 from pkm.corpus.store import ShardWriter, id_type
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, sha256
+from pkm.format import printable
 from pkm.prepare.assign import Assignment
 from pkm.prepare.filters import Filter
 from pkm.prepare.input import extract
@@ -55,7 +56,8 @@ def load_config(work: Path) -> PrepareConfig:
 
 
 def save_units(work: Path, units: Iterable[list[Piece]]) -> None:
-    lines = (json.dumps([asdict(piece) for piece in unit], ensure_ascii=False) for unit in units)
+    # ASCII, because names are bytes: those that are not UTF-8 come back as they were.
+    lines = (json.dumps([asdict(piece) for piece in unit]) for unit in units)
     atomic_write(work / "units.jsonl", "".join(f"{line}\n" for line in lines))
 
 
@@ -81,7 +83,7 @@ class Tally:
         self.dropped[found.kind] += 1
         self.lost_bytes += found.lost
         if found.kind != "not_an_article" and len(self.named) < NAMED:
-            self.named.append([found.kind, found.where, found.why])
+            self.named.append([found.kind, printable(found.where), printable(found.why)])
 
     def report(self) -> dict[str, Any]:
         return {

@@ -60,10 +60,11 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
 
     def run(path: Any, name: str = "out", workers: int = 1, **settings: Any) -> Path:
         source = settings.pop("source", {})
+        sources = settings.pop("sources", [{"path": path, **source}])
         config = PrepareConfig.model_validate(
             {
                 "name": name,
-                "sources": [{"path": path, **source}],
+                "sources": sources,
                 "held_out": {"valid": 4, "test": 3},
                 "filters": {"language": None},
                 "subwords": {"codes": 200},

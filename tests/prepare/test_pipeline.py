@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 import shutil
 from pathlib import Path
 
@@ -182,6 +183,56 @@ def test_an_unfinished_preparation_of_another_version_is_not_gone_on_with(prepar
             prepared("in.jsonl", held_out={"valid": 90, "test": 90})
     assert Path("prepared/out.preparing/read/00000.json").exists()
     assert open_corpus(prepared("in.jsonl")).manifest["dropped"] == {"duplicate": 40}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_two_sources_on_one_file_read_two_columns_of_it(prepared, small_pieces, packed):
+    small_pieces(1000)
+    articles = made_articles(60)
+    lines = "".join(json.dumps({"title": f"{text} title", "text": text}) + "\n" for text in articles).encode()
+    Path("in.jsonl").write_bytes(gzip.compress(lines) if packed else lines)
+    out = prepared("in.jsonl", sources=[{"path": "in.jsonl", "column": column} for column in ("title", "text")])
+    corpus = open_corpus(out)
+    assert corpus.manifest["records"] == 120
+    assert sum(corpus.split(name).documents for name in ("train", "valid", "test")) == 120
+
+
+def test_names_that_are_not_utf8_are_read_named_and_gone_on_with(prepared, small_pieces):
+    small_pieces(1500)
+    folder = os.fsdecode(b"f\xff")
+    os.mkdir(folder)
+    names = [os.path.join(folder, os.fsdecode(name)) for name in (b"caf\xe9.jsonl", b"caf\xe8.jsonl.gz")]
+    lines = write_jsonl(Path(names[0]), made_articles(60)).read_bytes() + b'{"text": 5}\n'
+    Path(names[0]).write_bytes(lines)
+    Path(names[1]).write_bytes(
+        gzip.compress(write_jsonl(Path("x.jsonl"), made_articles(60, seed=1)).read_bytes() + b"}\n")
+    )
+    Path("x.jsonl").unlink()
+    with pytest.raises(UserError, match="too few"):
+        prepared("*", held_out={"valid": 90, "test": 90}, limits={"damaged": 0.1})
+    spool = Path("prepared/out.preparing/read/00000.docs")
+    before = spool.stat().st_ino
+    with pytest.raises(UserError, match=r"f\\xff/caf\\xe9.jsonl, byte \d+: the field"):
+        prepared("f*", limits={"damaged": 0.0})
+    assert spool.stat().st_ino == before
+    corpus = open_corpus(prepared("f*", limits={"damaged": 0.1}, workers=2))
+    assert corpus.manifest["records"] == 122
+    assert sorted(where.rpartition("/")[2].partition(":")[0][:9] for _, where, _ in corpus.manifest["named"]) == [
+        "caf\\xe8.j",
+        "caf\\xe9.j",
+    ]
+    assert json.dumps(corpus.manifest, ensure_ascii=False).encode()
+
+
+def test_the_manifest_counts_files_that_were_passed_over(prepared):
+    os.mkdir("d")
+    write_jsonl(Path("d/a.jsonl"), made_articles(40))
+    for name in ("a.jsonl.bak", "b.jsonl.md5", "README.txt.md"):
+        Path("d", name).write_text("not an article\n")
+    os.symlink("a.jsonl", "d/b.jsonl")
+    corpus = open_corpus(prepared("d"))
+    assert corpus.manifest["records"] == 40
+    assert corpus.manifest["left_out"] == {".bak": 1, ".md": 1, ".md5": 1, "further names of files that are read": 1}
 
 
 def test_filters_drop_and_the_manifest_says_why(prepared):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -80,6 +81,31 @@ def test_a_preparation_shows_progress_and_a_summary_and_the_next_call_that_it_is
         assert part in printed
     status, printed = run("mine.yaml")
     assert status == 0 and "prepared already" in printed and "encoding" not in printed
+
+
+def test_what_is_left_out_is_shown_before_after_and_in_the_statistics(run):
+    os.mkdir("d")
+    os.rename("in.jsonl", "d/in.jsonl")
+    Path("d/in.jsonl.bak").write_text("x")
+    for arguments in (["mine.yaml", "sources=[{path: d}]", "--dry-run"], ["mine.yaml", "sources=[{path: d}]"]):
+        status, printed = run(*arguments)
+        assert status == 0 and printed.count("left out: 1 .bak") == (1 if "--dry-run" in arguments else 2)
+    assert "left out: 1 .bak" in run("--stats", "prepared/mine")[1]
+
+
+def test_lines_are_not_broken_off_a_terminal_and_names_are_no_markup(run):
+    folder = "a [bold]long name [x] of a folder " * 6 + "end"
+    os.mkdir(folder)
+    os.rename("in.jsonl", f"{folder}/in.jsonl")
+    Path(folder, os.fsdecode(b"caf\xe9.jsonl")).write_text("broken\n")
+    yaml = f"sources=[{{path: '{folder}'}}]"
+    status, printed = run("mine.yaml", yaml, "limits.damaged=0.5")
+    assert status == 0
+    named = next(line for line in printed.splitlines() if "not JSON" in line)
+    assert f"{folder}/caf\\xe9.jsonl:1: not JSON: " in named
+    assert sum(folder in line for line in printed.splitlines()) >= 2
+    status, printed = run("mine.yaml", yaml, "name=other")
+    assert status == 2 and f"{folder}/caf\\xe9.jsonl:1" in printed and "Traceback" not in printed
 
 
 def test_stats_verify_and_show_tell_what_a_corpus_holds(run):

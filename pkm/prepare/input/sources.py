@@ -6,13 +6,15 @@ Neither depends on who reads: the same files give the same pieces in the same or
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from pkm.errors import UserError
 from pkm.files import refusal
+from pkm.format import printable
+from pkm.prepare.input.listing import BROKEN, NAMED_TWICE, Found, LeftOut, files_at
 from pkm.prepare.input.streams import ENDINGS, Compression, compression_of, filesystem
 from pkm.prepare.settings import PrepareConfig, Source
 
@@ -74,84 +76,89 @@ class Piece:
         return self.chunk_bytes if self.chunk else int(self.file.text_bytes * self.share)
 
 
-def list_inputs(config: PrepareConfig) -> list[Input]:
-    """All files of all sources, in the order of the config and by name within a source; none twice.
+def list_inputs(config: PrepareConfig, left_out: LeftOut | None = None) -> list[Input]:
+    """All files of all sources, in the order of the config and by name within a source; none twice for the same texts.
 
-    UserError for a path where nothing is, or a file whose kind its name does not tell.
+    A file that two sources read differently (another column, say) is two inputs. Other names of a file, through links,
+    are not read again. What is passed over is noted in left_out.
+    UserError for a path where nothing is, a link to nothing, or a file whose kind its name does not tell.
     """
-    found: dict[str, Input] = {}
+    left_out = LeftOut() if left_out is None else left_out
+    found: dict[tuple[str, str, str, str], Input] = {}
     for number, source in enumerate(config.sources):
         for path in (source.path,) if isinstance(source.path, str) else source.path:
-            for file in _list_path(path, source, f"sources[{number}].path"):
-                found.setdefault(file.url, file)
+            for real, file in _list_path(path, source, f"sources[{number}].path", left_out):
+                key = (real, file.format, file.documents, file.column)
+                if key in found:
+                    left_out.add(NAMED_TWICE, f"{file.url} (source {number})")
+                found.setdefault(key, file)
     return list(found.values())
 
 
-def _list_path(path: str, source: Source, where: str) -> list[Input]:
+def _list_path(path: str, source: Source, where: str, left_out: LeftOut) -> list[tuple[str, Input]]:
+    """(where a file lies, the file) for those of a path that are of a known kind."""
     fs, inner = filesystem(path)
-    pattern = any(c in inner for c in "*?[") and not fs.exists(inner)
+    passed = LeftOut()
     try:
-        if pattern:
-            entries = [e for e in fs.glob(inner, detail=True).values() if e["type"] == "file"]
-            if PurePosixPath(inner).name[:1] not in "._":
-                entries = [e for e in entries if PurePosixPath(e["name"]).name[:1] not in "._"]
-        elif fs.isdir(inner):
-            found = _walk(fs, inner) if "file" in _protocols(fs) else fs.find(inner, detail=True).values()
-            entries = [entry for entry in found if not _hidden(entry["name"], inner)]
-        else:
-            entries = [fs.info(inner)]
+        files = files_at(fs, inner, "file" in _protocols(fs), passed)
     except FileNotFoundError as error:
-        raise UserError(f"there is no file or folder {path!r}", where, "check the path") from error
+        raise UserError(f"there is no file or folder '{path}'", where, "check the path") from error
     except OSError as error:
-        raise refusal(error, path) from error
-    several = pattern or len(entries) != 1 or entries[0]["name"] != inner
-    inputs = [_input(fs, entry, path, source, where, several) for entry in sorted(entries, key=lambda e: e["name"])]
-    known = [file for file in inputs if file is not None]
+        raise refusal(error, error.filename or path) from error
+    for name, reason in passed.reasons.items():
+        if reason == BROKEN and (source.format != "auto" or _format_of(name)):
+            raise UserError("it is a link to nothing", name, "bring back what it leads to, or remove it")
+    known: dict[str, Input] = {}
+    strange = []
+    # A file's own name goes before those of links to it.
+    for file in sorted(files, key=lambda file: (file.name != file.real, file.name)):
+        format = _format_of(file.name) if source.format == "auto" else source.format
+        if format is None:
+            strange.append(file)
+        elif file.real in known:
+            passed.add(NAMED_TWICE, file.name)
+        else:
+            known[file.real] = _input(fs, file, path, source, format)
+    for file in strange:
+        if file.real not in known:
+            passed.add(_ending(file.name), file.name)
     if not known:
-        what = f"{path!r} holds no files of a known kind" if entries else f"nothing matches {path!r}"
-        raise UserError(what, where, f"check the path, or give `format:` (known endings: {', '.join(FORMATS)})")
-    return known
+        if [file.name for file in files] == [inner]:
+            fix = f"give `format:` (endings known by themselves: {', '.join(FORMATS)})"
+            raise UserError(f"the name does not tell what kind of file '{inner}' is", where, fix)
+        what = f"'{path}' holds no files of a known kind" if passed.reasons else f"nothing matches '{path}'"
+        why = f" ({passed.line()})" if passed.reasons else ""
+        fix = f"check the path, or give `format:` (known endings: {', '.join(FORMATS)})"
+        raise UserError(what + why, where, fix)
+    left_out.reasons.update(passed.reasons)
+    return sorted(known.items(), key=lambda item: item[1].url)
 
 
-def _walk(fs: Any, folder: str) -> Iterator[dict[str, Any]]:
-    """Files in a local folder. fsspec's own walk passes over, in silence, what may not be read."""
-
-    def stop(error: OSError) -> None:
-        raise error
-
-    for directory, _, names in os.walk(folder, onerror=stop):
-        yield from (fs.info(os.path.join(directory, name)) for name in names)
+def _format_of(name: str) -> str | None:
+    """What the ending says, behind that of a compression; nothing in the middle of a name does."""
+    endings = PurePosixPath(name.lower()).suffixes
+    if endings and endings[-1] in ENDINGS:
+        endings.pop()
+    return FORMATS.get(endings[-1]) if endings else None
 
 
-def _hidden(name: str, folder: str) -> bool:
-    """Files like _SUCCESS and .part are the marks of other programs."""
-    return any(part[:1] in "._" for part in PurePosixPath(name[len(folder) :].lstrip("/")).parts)
+def _ending(name: str) -> str:
+    """What a file of no known kind is counted under."""
+    endings = PurePosixPath(name.lower()).suffixes
+    ending = "".join(endings[-2:] if endings and endings[-1] in ENDINGS else endings[-1:])
+    return printable(ending) if ending else "without an ending"
 
 
-def _input(fs: Any, entry: dict[str, Any], path: str, source: Source, where: str, several: bool) -> Input | None:
-    """The file of a listing's entry; None for one of unknown kind among several."""
-    name = entry["name"]
-    url = fs.unstrip_protocol(name)
+def _input(fs: Any, file: Found, path: str, source: Source, format: str) -> Input:
+    url = fs.unstrip_protocol(file.name)
     if "::" in path:
         # A file inside another (zip://inner.jsonl::outer.zip).
-        url = f"{path.partition('://')[0]}://{name}::{path.partition('::')[2]}"
+        url = f"{path.partition('://')[0]}://{file.name}::{path.partition('::')[2]}"
     elif "file" in _protocols(fs):
         # As the config says it, so that a corpus is the same corpus in a checkout elsewhere.
-        url = name if os.path.isabs(os.path.expanduser(path)) else os.path.relpath(name)
-    compression = _compression(fs, name)
-    endings = PurePosixPath(name.lower()).suffixes
-    format: str = source.format
-    if format == "auto":
-        kinds = [FORMATS[ending] for ending in reversed(endings) if ending in FORMATS]
-        if not kinds:
-            if several:
-                return None
-            fix = f"give `format:` (endings known by themselves: {', '.join(FORMATS)})"
-            raise UserError(f"the name does not tell what kind of file {name!r} is", where, fix)
-        format = kinds[0]
-    size = int(entry.get("size") or 0)
-    stamp = str(entry.get("mtime") or entry.get("LastModified") or entry.get("ETag") or "")
-    return Input(url, size, stamp, format, compression, source.documents, source.column)
+        url = file.name if os.path.isabs(os.path.expanduser(path)) else os.path.relpath(file.name)
+    compression = _compression(fs, file.name)
+    return Input(url, file.size, file.stamp, format, compression, source.documents, source.column)
 
 
 def _protocols(fs: Any) -> tuple[str, ...]:
