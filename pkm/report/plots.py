@@ -370,7 +370,7 @@ def compact(svg: str, name: str, caption: str) -> str:
     svg = re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", svg))
     svg = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
-    svg = re.sub(r"(url\(#|href=\"#)", rf"\1{name}-", svg)
+    svg = re.sub(r"(url\(#|href=\"#)", rf"\g<1>{name}-", svg)
     svg = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), svg)
     svg = re.sub(r"\s*\n\s*", "\n", svg.replace(" \n", " ")).strip()
     svg = re.sub(r" font-family: [^;\"]+;| transform=\"rotate\(-0 [^\"]*\"", "", svg)

@@ -37,6 +37,10 @@ def table2(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plot]:
 
 
 class TestTheFiles:
+    def test_may_bear_a_name_that_begins_with_a_digit(self) -> None:
+        svg = module.compact('<svg a="b">\n<path id="p"/><use href="#p"/></svg>', "2-rates", "caption")
+        assert 'id="2-rates-p"' in svg and 'href="#2-rates-p"' in svg
+
     def test_are_those_of_the_papers_figures_and_the_curves(self, table2: dict[str, Plot]) -> None:
         assert list(table2) == ["table2-perplexity", "table2-usage", "table2-kl", "table2-training"]
 
