@@ -40,6 +40,7 @@ class Checkpoints:
     warn             is told, in one line each, of every damaged or half-written checkpoint
     before_save      makes durable what a checkpoint takes for granted (the metrics up to its step)
     in_background    `save` copies the tensors and returns; a thread writes them, one save at a time
+    refuse_if_taken_over    raises UserError once `root` is another process's; from then on nothing is written there
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class Checkpoints:
         warn: Callable[[str], None] = _warn,
         before_save: Callable[[], None] = lambda: None,
         in_background: bool = False,
+        refuse_if_taken_over: Callable[[], None] = lambda: None,
     ):
         self.root, self.before_save, self.in_background = root, before_save, in_background
         self.longest_seconds = 0.0
         """Of the saves so far, from their beginning to their end."""
         self._warn_once = warn
-        self._kept = Retention(root, keep)
+        self._kept = Retention(root, keep, refuse_if_taken_over)
         self._copies = Copies()
         self._saving: Background | None = None
         self._side: list[dist.Group] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ _NAME = re.compile(r"step-(\d{7,})")
 
 
 class Retention:
-    """The checkpoints below `root`, of which the newest `keep` stay, and the best one besides."""
+    """The checkpoints below `root`, of which the newest `keep` stay, and the best one besides.
 
-    def __init__(self, root: Path, keep: int):
-        self.root, self.keep = root, keep
+    refuse_if_taken_over    raises UserError once the directory is another process's: called before anything is written
+    """
+
+    def __init__(self, root: Path, keep: int, refuse_if_taken_over: Callable[[], None] = lambda: None):
+        self.root, self.keep, self.refuse_if_taken_over = root, keep, refuse_if_taken_over
         self._seen_intact: dict[int, tuple[Any, ...]] = {}
         """What `_state` said of the checkpoints that were found intact."""
 
@@ -45,6 +49,7 @@ class Retention:
 
     def retain(self, saved: int) -> None:
         """Remove what is older than the `keep` newest intact checkpoints; the best and the one just saved stay."""
+        self.refuse_if_taken_over()
         best, steps = self.best(), self.steps()
         if any(step not in (saved, best) for step in steps[: -self.keep]):
             intact = [step for step in reversed(steps) if self.intact(step)][: self.keep]
@@ -59,6 +64,7 @@ class Retention:
 
     def sweep(self) -> None:
         """Remove what killed saves left half-written."""
+        self.refuse_if_taken_over()
         for leftover in self.root.glob("step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         for leftover in self.root.glob(".*.tmp"):
@@ -88,6 +94,7 @@ class Retention:
 
     def point(self, latest: int, best: int | None) -> None:
         """Write the pointers."""
+        self.refuse_if_taken_over()
         for name, step in (("latest", latest), ("best", best)):
             if step is None:
                 (self.root / name).unlink(missing_ok=True)

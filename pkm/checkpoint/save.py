@@ -80,14 +80,20 @@ def publish(save: Save, kept: Retention, group: dist.Group) -> None:
             kill_points.point("checkpoint:end")
     finally:
         if dist.is_main():
-            shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(UserError):  # another process's save may have that name now
+                kept.refuse_if_taken_over()
+                shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager
 def stage(step: int, kept: Retention, group: dist.Group) -> Iterator[None]:
-    """A stage of the save of `step`: what one rank cannot do is a UserError on every rank."""
+    """A stage of the save of `step`: what one rank cannot do is a UserError on every rank.
+
+    So is, before anything of it is done, that another process took the run over.
+    """
     with dist.raise_on_all_ranks(group):
         try:
+            kept.refuse_if_taken_over()
             yield
         except OSError as error:
             refusal = files.refusal(error, kept.root)
@@ -121,6 +127,7 @@ def _write(save: Save, unfinished: Path, kept: Retention, group: dist.Group) -> 
             files.fsync_directory(unfinished)
         kill_points.point("checkpoint:after-manifest")
         if dist.is_main():
+            kept.refuse_if_taken_over()
             if final.exists():
                 final.rename(final.with_name(final.name + ".damaged"))
             files.publish(unfinished, final)

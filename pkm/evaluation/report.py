@@ -48,6 +48,7 @@ def report(run: Run, config: Config, compute: Compute, corpus: Corpus, model: Tr
     text = report_markdown(record, evaluation, speed)
     with dist.raise_on_all_ranks():
         if dist.is_main():
+            run.refuse_if_taken_over()
             atomic_write(run.directory / "report.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
             atomic_write(run.directory / "report.md", text)
     run.say(text)

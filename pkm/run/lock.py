@@ -38,6 +38,7 @@ class Lock:
     """Holds `path` from `acquire` to `release`.
 
     lost    called in a thread, with who it is, if another process took the lock over meanwhile
+    token   names this holder in the file; the other ranks of a run are given that of rank 0
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Lock:
     ):
         self.path, self._lost, self._wait = path, lost, wait
         self._file: int | None = None
-        self._token = ""
+        self.token = ""
         self._released = threading.Event()
 
     def acquire(self, say: Callable[[str], None]) -> None:
@@ -86,14 +87,22 @@ class Lock:
     def mine(self) -> bool:
         """Whether the file still says what this lock wrote."""
         try:
-            return self._holder().get("token") == self._token
+            return self._holder().get("token") == self.token
         except OSError:
             return False
 
+    def taken_over_by(self) -> str | None:
+        """Who holds the lock in place of this one; None as long as nobody does."""
+        holder = {}
+        with suppress(OSError):  # a network file system that does not answer says nothing of others
+            holder = self._holder()
+        # One without a holder may just be written.
+        return _described(holder) if self.token and holder and holder.get("token") != self.token else None
+
     def _write(self, file: int) -> None:
-        self._token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "token": self._token}
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "token": self.token}
         os.pwrite(file, json.dumps(me).encode().ljust(RECORD_BYTES), 0)
         os.ftruncate(file, RECORD_BYTES)
         os.fsync(file)
@@ -132,13 +141,11 @@ class Lock:
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
+            if (by := self.taken_over_by()) is not None:
+                if not self._released.is_set():  # then it is the next one's by right
+                    self._lost(by)
+                return
             with suppress(OSError):
-                holder = self._holder()
-                # One without a holder may just be written.
-                if holder and holder.get("token") != self._token:
-                    if not self._released.is_set():  # then it is the next one's by right
-                        self._lost(_described(holder))
-                    return
                 os.utime(self.path)
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -29,9 +29,10 @@ class Metrics:
     """The records of the run in `directory`.
 
     tensorboard    also write event files below `directory`/tensorboard; UserError if it is not installed
+    may_write      asked before each record; where it says no, the directory is another process's and nothing is written
     """
 
-    def __init__(self, directory: Path, tensorboard: bool):
+    def __init__(self, directory: Path, tensorboard: bool, may_write: Callable[[], bool] = lambda: True):
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise UserError(
                 "tensorboard is not installed",
@@ -40,13 +41,14 @@ class Metrics:
             )
         self.path = directory / FILE
         self.last_step = 0
+        self._may_write = may_write
         self._file: IO[bytes] | None = None
         self._curves = Curves(directory / "tensorboard") if tensorboard else None
 
     def write(self, step: int, kind: Kind, **values: Any) -> None:
         """Append a record and hand it to the system at once; only rank 0 does. UserError if the disk is full."""
         self.last_step = step
-        if not dist.is_main():
+        if not dist.is_main() or not self._may_write():
             return
         record = _plain({"kind": kind, "step": step, "time": time.time(), **values})
         with files.explained(self.path):

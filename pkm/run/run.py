@@ -40,13 +40,17 @@ class Run:
         self.config = config
         self.directory = config.directory
         self.console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
-        self.metrics = Metrics(self.directory, config.log.tensorboard)
+        self.metrics = Metrics(self.directory, config.log.tensorboard, self.is_ours)
         save = config.checkpoint
         self.checkpoints = Checkpoints(
-            self.directory / "checkpoints", save.keep, self._warn, self.metrics.sync, save.in_background
+            self.directory / "checkpoints",
+            save.keep,
+            self._warn,
+            self.metrics.sync,
+            save.in_background,
+            self.refuse_if_taken_over,
         )
         self._lock = Lock(self.directory / "lock", self._taken_over)
-        self._owner = True
         self._peers = RankWatchdog(self._end_with)
         self._found: dict[str, Any] = {}
         self._reported = False
@@ -71,8 +75,8 @@ class Run:
                 except BaseException:
                     run._lock.release()
                     raise
-        there = (read_status(run.directory), read_report(run.directory) is not None)
-        run._found, run._reported = dist.broadcast_object(there)
+        there = (read_status(run.directory), read_report(run.directory) is not None, run._lock.token)
+        run._found, run._reported, run._lock.token = dist.broadcast_object(there)
         if unwatched := run._peers.watch():
             ranks = ", ".join(map(str, unwatched))
             run._warn(f"no connection between rank 0 and these ranks: {ranks}. The others may not notice if one dies")
@@ -134,15 +138,32 @@ class Run:
         print(f"error: {self._ends_with(lost)}", file=sys.stderr, flush=True)
         os._exit(EXIT_USER_ERROR)
 
+    def is_ours(self) -> bool:
+        """Whether the directory is this process's to write in: False once another one took the lock over."""
+        return self._lock.taken_over_by() is None
+
+    def refuse_if_taken_over(self) -> None:
+        """UserError if another process took the run over: from then on this one writes nothing in its directory.
+
+        It may be that the two started together where the file system did not keep them apart, or that this one was long
+        asleep.
+        """
+        if (by := self._lock.taken_over_by()) is not None:
+            raise UserError(
+                f"another process took this run over: {by}",
+                where=str(self.directory),
+                fix="nothing more was written; leave the run to that process, or stop it and give the same command again",
+            )
+
     def _taken_over(self, by: str) -> None:
-        """Two jobs that started together, where the file system did not keep them apart; or this one was long asleep."""
-        self._owner = False
-        self._warn(f"another process took this run over: {by}. This one stops, and leaves status.json to the other")
+        """Heard in the lock's thread: the main one is to stop, and fails at its next save."""
+        line = f"another process took {self.directory} over: {by}. This one stops and writes nothing more there"
+        print(f"warning: {line}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _fail(self, error: BaseException, lost: str | None) -> None:
         """Any rank may have to say why the run failed: the others hear of it only by its silence."""
-        if not self._owner:
+        if not self.is_ours():
             return
         said = read_status(self.directory)
         over = said.get("state") == "stopped" or (lost and said.get("state") == "failed")
@@ -158,7 +179,7 @@ class Run:
 
     def status(self, state: State, step: int, reason: str | None = None) -> None:
         """Write status.json; rank 0 does. "stopped" says that a checkpoint is written, so the file STOP was obeyed and goes."""
-        if dist.is_main() and self._owner:
+        if dist.is_main() and self.is_ours():
             write_status(self.directory, state, step, reason)
             if state == "stopped":
                 (self.directory / STOP_FILE).unlink(missing_ok=True)
@@ -210,6 +231,8 @@ class Run:
             print(text, flush=True)
 
     def _log(self, line: str) -> None:
+        if not self.is_ours():
+            return
         # A full disk is reported by what must be written; the log need not be.
         with suppress(OSError), (self.directory / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")

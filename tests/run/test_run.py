@@ -2,17 +2,22 @@ import json
 import os
 import signal
 import socket
+from contextlib import suppress
 
 import pytest
+import torch
 
+from pkm.checkpoint import kill_points
+from pkm.checkpoint.save import POINTS
 from pkm.config.load import dump
+from pkm.distributed import dist
 from pkm.distributed.watchdog import RankWatchdog
 from pkm.errors import UserError
 from pkm.run import lock
 from pkm.run.run import Run
 from pkm.run.status import read_status
 from pkm.run.stop import StopFlag
-from tests.support.fork import error_of, exit_code_of, without_root
+from tests.support.fork import error_of, exit_code_of, on_ranks, without_root
 from tests.support.tiny import tiny_config
 
 TAKEN_OVER = json.dumps({"pid": 1, "host": "elsewhere", "since": "then", "token": "another"})
@@ -258,23 +263,80 @@ def test_a_dead_holder_is_taken_over_and_that_is_said(opened):
         assert opened.heard() == ""
 
 
-def test_a_run_that_another_process_took_over_stops_and_leaves_the_status_to_it(opened, monkeypatch):
+def everything_in(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def taken_over(run):
+    """Another process takes the run over and begins a save; returns all that is there then."""
+    (run.directory / "lock").write_text(TAKEN_OVER)
+    (run.directory / "checkpoints" / "step-0000009.tmp").mkdir(parents=True, exist_ok=True)
+    (run.directory / "checkpoints" / "step-0000009.tmp" / "rank-00000.safetensors").write_text("half of it")
+    (run.directory / "STOP").touch()
+    return everything_in(run.directory)
+
+
+def test_a_run_that_another_process_took_over_is_told_to_stop_and_says_so_elsewhere(opened, monkeypatch, capsys):
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.001)
     flag = StopFlag()
     before = signal.signal(signal.SIGTERM, flag._handle)
     try:
         with opened() as run:
-            run.status("running", 3)
-            (opened.directory / "STOP").touch()
-            (opened.directory / "lock").write_text(TAKEN_OVER)
+            there = taken_over(run)
             run._lock._thread.join(60)
             assert flag.requested(opened.directory) == "SIGTERM"
-            assert "warning: another process took this run over: process 1 on elsewhere" in opened.heard()
-            run.status("stopped", 4, "SIGTERM")
-            raise UserError("the disk is full")
-    except UserError:
-        pass
+            said = f"warning: another process took {opened.directory} over: process 1 on elsewhere, since then"
+            assert said in capsys.readouterr().err
+            assert everything_in(opened.directory) == there
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert read_status(opened.directory)["state"] == "running" and (opened.directory / "STOP").exists()
-    assert "took this run over" in (opened.directory / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_after_another_process_took_the_run_over_nothing_is_written_there(opened, background):
+    """Before the lock's own thread has noticed it, too."""
+    with pytest.raises(UserError, match="the disk is full"), opened(checkpoint={"in_background": background}) as run:
+        run.status("running", 3)
+        run.metrics.write(3, "train", loss=1.0)
+        there = taken_over(run)
+        run.say("on with it")
+        run.metrics.write(4, "train", loss=1.0)
+        with pytest.raises(
+            UserError, match=r"cannot save.*step 9: another process took this run over: process 1 on else"
+        ):
+            run.checkpoints.save(9, {"a": torch.ones(3)}, {})
+            run.checkpoints.wait()
+        run.status("stopped", 4, "SIGTERM")
+        raise UserError("the disk is full")
+    assert everything_in(opened.directory) == there
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if "in-" not in point])
+def test_a_save_during_which_another_process_takes_the_run_over_goes_no_further(opened, monkeypatch, point):
+    there = {}
+    with opened() as run:
+        run.checkpoints.save(8, {"a": torch.ones(3)}, {}, best=True)
+
+        def pass_by(name):
+            if name == point:
+                there.update(taken_over(run))
+
+        monkeypatch.setattr(kill_points, "point", pass_by)
+        with suppress(UserError):
+            run.checkpoints.save(9, {"a": torch.ones(3)}, {})
+    assert there and everything_in(opened.directory) == there
+
+
+def _taken_over_while_ranks_work(rank, config):
+    with pytest.raises(UserError, match="another process took this run over"), Run.open(config, dump(config)) as run:
+        run.checkpoints.save(8, {"a": torch.ones(3)}, {})
+        there = dist.broadcast_object(taken_over(run) if rank == 0 else None)
+        if rank == 1:
+            run._fail(RuntimeError("this rank failed"), None)
+        run.checkpoints.save(9, {"a": torch.ones(3)}, {})
+    return everything_in(config.directory) == there
+
+
+def test_no_rank_writes_after_another_process_took_the_run_over(tmp_path):
+    config = tiny_config(runs=tmp_path)
+    assert on_ranks(2, lambda rank: _taken_over_while_ranks_work(rank, config)) == [True, True]
