@@ -43,17 +43,21 @@ class Loaded:
 
         columns    names of those that are only this rank's columns of the tensor in the checkpoint
 
-        UserError, and nothing copied, if one is missing, left over or has another shape.
+        UserError, and nothing copied, if one is missing, left over or has another shape or dtype.
         """
         there = {name for name in self.entries if name.startswith(prefix)}
         for name in sorted(tensors.keys() | there):
-            shape = list(tensors[name].shape) if name in tensors else None
-            if shape is not None and name in columns:
-                shape[1] *= dist.world_size()
-            found = self.entries[name]["shape"] if name in there else None
-            if shape != found:
+            wanted, found = "not there", "not in it"
+            if name in tensors:
+                shape = list(tensors[name].shape)
+                if name in columns:
+                    shape[1] *= dist.world_size()
+                wanted = f"{tensor_file.DTYPES[tensors[name].dtype]} {shape}"
+            if name in there:
+                found = f"{self.entries[name]['dtype']} {self.entries[name]['shape']}"
+            if wanted != found:
                 raise UserError(
-                    f"it does not fit this model: {name} is {found or 'not in it'}, and the model's is {shape or 'not there'}",
+                    f"it does not fit this model: {name} is {found}, and the model's is {wanted}",
                     where=str(self.directory),
                     fix="use the settings and the version of pkm that it was written with",
                 )

@@ -56,16 +56,16 @@ class Retention:
             for step in steps:
                 if step < min(intact) and step not in (saved, best):
                     doomed = self.directory(step)
-                    doomed.rename(doomed.with_name(doomed.name + ".tmp"))
+                    doomed.rename(doomed.with_name(doomed.name + ".removed"))  # at once; its files take a while
                     kill_points.point("checkpoint:in-retention")
         self.sweep()
         for replaced in self.root.glob("step-*.damaged"):
             shutil.rmtree(replaced, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove what killed saves left half-written."""
+        """Remove what killed saves left: half-written checkpoints, and old ones that were on their way out."""
         self.refuse_if_taken_over()
-        for leftover in self.root.glob("step-*.tmp"):
+        for leftover in (*self.root.glob("step-*.tmp"), *self.root.glob("step-*.removed")):
             shutil.rmtree(leftover, ignore_errors=True)
         for leftover in self.root.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)

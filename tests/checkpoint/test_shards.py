@@ -127,9 +127,10 @@ def test_a_rank_reads_no_file_that_holds_nothing_it_needs(tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"weight": torch.zeros(5, 3, 1)}, r"weight is \[5, 3, 2\], and the model's is \[5, 3, 1\]"),
+        ({"weight": torch.zeros(5, 3, 1)}, r"weight is F32 \[5, 3, 2\], and the model's is F32 \[5, 3, 1\]"),
+        ({"table.mean": torch.zeros(7, 8)}, r"table.mean is BF16 \[7, 8\], and the model's is F32 \[7, 8\]"),
         ({"more": torch.zeros(1)}, "more is not in it"),
-        ({"bias": None}, r"bias is \[11\], and the model's is not there"),
+        ({"bias": None}, r"bias is I64 \[11\], and the model's is not there"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_the_tensor_and_nothing_is_copied(tmp_path, change, named):
