@@ -28,7 +28,7 @@ _BLANK = re.compile(f"[{SPACE}]*\\Z")
 ASCII_CONTROLS = re.compile("[\\x00-\\x1f]+")
 _SYMBOL = re.compile(f"([^{ALNUM}{SPACE}.'`,\\-])")
 _DOTS = re.compile(r"\.(\.+)")
-_MARKED_DOT_AND_MORE = re.compile(r"DOTMULTI\.([^.])")
+_MARKED_DOTS = re.compile(r"DOTMULTI(\.+)")
 _COMMA_AFTER = re.compile(f"([^{NUMBER}]),")
 _COMMA_BEFORE = re.compile(f",([^{NUMBER}])")
 _COMMA_ENDS_LINE = re.compile(f"([{NUMBER}]),\\Z")
@@ -88,9 +88,8 @@ def split_marks(text: str) -> str:
     text = split_symbols(text)
     if ".." in text:
         text = _DOTS.sub(lambda m: f" DOTMULTI{m[1]}", text)
-    while "DOTMULTI." in text:
-        text = _MARKED_DOT_AND_MORE.sub(lambda m: f"DOTDOTMULTI {m[1]}", text)
-        text = text.replace("DOTMULTI.", "DOTDOTMULTI")
+    if "DOTMULTI." in text:
+        text = _mark_dots(text)
     if "," in text:
         text = _COMMA_AFTER.sub(lambda m: f"{m[1]} , ", text)
         text = _COMMA_BEFORE.sub(lambda m: f" , {m[1]}", text)
@@ -102,6 +101,26 @@ def split_marks(text: str) -> str:
         text = _CONTRACTION.sub(_contracted, text)
         text = _YEARS.sub(_contracted, text)
     return text
+
+
+def _mark_dots(text: str) -> str:
+    """Every dot behind a mark becomes a `DOT` before it, and a space keeps the mark from what follows.
+
+    The script moves one dot of every mark at a time. In its first round it does not see a mark with a single dot right
+    behind another such one, because it has taken that mark's first letter with the dot before.
+    """
+    taken = -1
+
+    def moved(match: re.Match[str]) -> str:
+        nonlocal taken
+        dots, end = len(match[1]), match.end()
+        if end == len(text) or (dots == 1 and match.start() == taken):
+            return "DOT" * dots + "DOTMULTI"
+        if dots == 1:
+            taken = end
+        return "DOT" * dots + "DOTMULTI "
+
+    return _MARKED_DOTS.sub(moved, text)
 
 
 def _apart(match: re.Match[str]) -> str:
@@ -135,11 +154,16 @@ def splits_full_stop(word: str, following: str) -> bool:
 
 def unmark_dots(text: str) -> str:
     """Runs of dots, marked by split_marks, back to dots."""
-    if "DOTMULTI" in text:
-        while "DOTDOTMULTI" in text:
-            text = text.replace("DOTDOTMULTI", "DOTMULTI.")
-        text = text.replace("DOTMULTI", ".")
-    return text
+    if "DOTMULTI" not in text:
+        return text
+    *marked, rest = text.split("DOTMULTI")
+    pieces = []
+    for piece in marked:
+        end = len(piece)
+        while piece.endswith("DOT", 0, end):
+            end -= 3
+        pieces += (piece[:end], "." * (1 + (len(piece) - end) // 3))
+    return "".join([*pieces, rest])
 
 
 def escape_text(text: str) -> str:

@@ -1,10 +1,12 @@
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkm.text.chunks import document_keys, key_tokens, without_odd_spaces
 from pkm.text.moses import Tokenizer, WordCounter, tokenize
-from pkm.text.moses_rules import tokenize_line
+from pkm.text.moses_rules import _mark_dots, tokenize_line, unmark_dots
 from pkm.text.normalize import normalize_xlm
 from tests.text.goldens import golden
 
@@ -130,3 +132,45 @@ def test_long_lines_that_are_one_key_are_not_remembered():
     for i in range(100):
         tokenizer.text(f"a line with a control character \0 and a number {i} that is longer than a word")
     assert len(tokenizer._tokens) == 0
+
+
+def marked_round_by_round(text):
+    """How the script moves dots: one of every mark a round."""
+    while "DOTMULTI." in text:
+        text = re.sub(r"DOTMULTI\.([^.])", r"DOTDOTMULTI \1", text)
+        text = text.replace("DOTMULTI.", "DOTDOTMULTI")
+    return text
+
+
+def unmarked_round_by_round(text):
+    while "DOTDOTMULTI" in text:
+        text = text.replace("DOTDOTMULTI", "DOTMULTI.")
+    return text.replace("DOTMULTI", ".")
+
+
+DOTS = st.lists(
+    st.sampled_from([".", "..", "....", "DOTMULTI", "DOTMULTI.", "DOT", "MULTI", "D", "a", " "]), max_size=14
+).map("".join)
+
+
+@given(DOTS)
+@settings(max_examples=3000, deadline=None)
+def test_all_dots_are_moved_at_once_as_if_in_rounds(text):
+    assert _mark_dots(text) == marked_round_by_round(text)
+    assert unmark_dots(text) == unmarked_round_by_round(text)
+
+
+@pytest.mark.parametrize(
+    "part", [".", "DOTMULTI.", "DOT", "DOTMULTI", ". ", ".,", "'", "' ' ", "\0.", "\u00a0", '",', "( "]
+)
+def test_runs_of_a_million_characters_are_tokenized_part_by_part(part):
+    """Anything that looked at the whole for every part of it would take hours."""
+    times = 1_000_000 // len(part)
+    whole = tokenize(f"a {part * times} b", normalize="xlm")
+    few = tokenize(f"a {part * 8} b", normalize="xlm")
+    assert len(set(whole.split())) <= len(set(few.split()))
+    assert whole.startswith("a") and whole.endswith("b")
+
+
+def test_a_run_of_dots_is_one_token():
+    assert tokenize("a " + "." * 1_000_000 + " b") == "a " + "." * 1_000_000 + " b"
