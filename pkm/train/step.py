@@ -99,7 +99,7 @@ def backward(
         last = first + size >= len(inputs)
         with sync_on_last(module, last), compute.autocast(), recording(model, measures):
             loss = module(ids, wanted) / config.optim.batch_tokens
-            (loss * scale).backward()
+            (loss * scaling(model, loss.detach(), scale)).backward()
         total += loss.detach()
         for layer, meter in meters.items():
             meter.update(*model.memory(layer).selection)
@@ -107,6 +107,16 @@ def backward(
         meter.sum_over_ranks()
     average_statistics(model)
     return float(dist.all_reduce(total)), meters
+
+
+def scaling(model: Transformer, loss: torch.Tensor, scale: float) -> float | torch.Tensor:
+    """`scale`; NaN if the loss of any rank is not finite and values move inside backward, where it is too late to skip the step.
+
+    A gradient of NaN moves nothing, also of tokens whose own part of the loss is finite.
+    """
+    if all(memory.values.inside_backward is None for _, memory in model.memories()):
+        return scale
+    return torch.where(dist.all_reduce(loss.clone()).isfinite(), scale, math.nan)
 
 
 def warm_up_ddp(config: Config, compute: Compute, module: nn.Module, model: Transformer, batch: Batch) -> None:

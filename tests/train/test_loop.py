@@ -16,14 +16,19 @@ from tests.support.tiny import everything, random_corpus
 
 @pytest.fixture
 def nan_at(monkeypatch):
-    """Makes the loss of the given forward passes in training (from 1) NaN, after BatchNorm saw the batch."""
+    """Makes the loss of the given forward passes in training (from 1) NaN, after BatchNorm saw the batch.
 
-    def inject(passes):
+    gradient    that of every token too; else they stay what they were, as where one token alone is NaN
+    """
+
+    def inject(passes, gradient=True):
         forward, count = Transformer.forward, iter(range(1, 10**6))
 
         def poisoned(self, ids, targets):
             loss = forward(self, ids, targets)
-            return loss * float("nan") if self.training and next(count) in passes else loss
+            if not self.training or next(count) not in passes:
+                return loss
+            return loss * float("nan") if gradient else loss + float("nan")
 
         monkeypatch.setattr(Transformer, "forward", poisoned)
 
@@ -64,11 +69,15 @@ def test_metrics_carry_what_a_researcher_looks_for(train):
     assert [r["step"] for r in valid] == [10, 20] and valid[0]["perplexity"] > valid[1]["perplexity"]
 
 
-def test_a_skipped_step_leaves_no_trace_but_its_number(train, nan_at, tmp_path):
-    model, optim, _, _ = train(name="four", optim={"steps": 4})
+@pytest.mark.parametrize("gradient", [True, False], ids=["nan gradients", "nan loss alone"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("update", ["dense", "sparse", "fused"])
+def test_a_skipped_step_leaves_no_trace_but_its_number(train, nan_at, update, kernels, gradient):
+    settings = {"name": "four", "memory": {"kernels": kernels}}
+    model, optim, _, _ = train(**settings, optim={"steps": 4, "values": {"update": update}})
     before = {name: t.clone() for name, t in everything(model, optim).items()}
-    nan_at({5 - 4})  # the one step that the longer run still has to do
-    model, optim, state, _ = train(name="four", optim={"steps": 5})
+    nan_at({5 - 4}, gradient)  # the one step that the longer run still has to do
+    model, optim, state, _ = train(**settings, optim={"steps": 5, "values": {"update": update}})
     assert (state.step, state.skipped, state.skipped_in_a_row) == (5, 1, 1)
     after = everything(model, optim)
     assert all(torch.equal(before[name], after[name]) for name in before)
