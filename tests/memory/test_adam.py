@@ -6,7 +6,7 @@ import torch
 from pkm.config.schema import ValuesOptim
 from pkm.errors import UserError
 from pkm.memory.adam import ValuesAdam
-from pkm.memory.kernels import adam_step
+from pkm.memory.kernels import adam_step, cpu
 from pkm.memory.kernels.backend import Backend
 from pkm.memory.values import Values
 
@@ -106,7 +106,11 @@ def test_fused_refuses_a_second_backward_in_a_step() -> None:
 @pytest.mark.parametrize("kernels", ["torch", "reference"])
 @pytest.mark.parametrize("update", ["sparse", "fused"])
 @pytest.mark.parametrize("dtype, state", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16+master", "bf16")])
-def test_what_is_not_finite_moves_nothing(dtype: str, state: str, update: str, kernels: str, bad: float) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_what_is_not_finite_moves_nothing(
+    dtype: str, state: str, update: str, kernels: str, bad: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "COMPILED_FROM", 0 if compiled else 10**9)
     settings = ValuesOptim(update=update, dtype=dtype, state_dtype=state)
     (values, adam), (other, exact) = table(settings), table(settings)
     for step in (1, 2):
