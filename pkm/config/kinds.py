@@ -1,6 +1,6 @@
-"""The kinds of memory that a config can name: of each who builds it.
+"""The kinds of memory that a config can name: of each who builds it and who counts what it costs.
 
-A new kind is a line here. Builders are named, as "module:name", and not imported: a config is read without torch
+A new kind is a line here. Builders and costs are named, as "module:name", and not imported: a config is read without torch
 and before anything that is built from it.
 """
 
@@ -17,16 +17,18 @@ from pydantic_core import PydanticCustomError
 class Kind(NamedTuple):
     build: str
     """Takes a MemoryConfig (a read: and the model's width) and makes a module."""
+    cost: str
+    """Takes a MemoryConfig and the model's width and makes a pkm.memory.cost.Cost, without torch."""
 
 
 KEYS: dict[str, Kind] = {
-    "product": Kind("pkm.memory.keys:product_keys"),
-    "flat": Kind("pkm.memory.keys:flat_keys"),
+    "product": Kind("pkm.memory.keys:product_keys", "pkm.memory.cost:product_keys"),
+    "flat": Kind("pkm.memory.keys:flat_keys", "pkm.memory.cost:flat_keys"),
 }
 """Which slots a token reads: an object with the methods of pkm.memory.keys.Keys."""
 
 READS: dict[str, Kind] = {
-    "rows": Kind("pkm.memory.read:rows"),
+    "rows": Kind("pkm.memory.read:rows", "pkm.memory.cost:rows"),
 }
 """What a slot gives: an object with the methods of pkm.memory.read.Read."""
 

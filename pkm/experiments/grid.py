@@ -201,7 +201,7 @@ def run_name(config: Config) -> str:
     if m is None:
         parts.append("dense")
     else:
-        side = f"{m.sub_keys}x{m.sub_keys}" if m.keys == "product" else f"flat{m.slots}"
+        side = f"{m.sub_keys}x{m.sub_keys}" if m.sub_keys else f"{m.keys}{m.slots}"
         layers = "+".join(map(str, config.memory_layers))
         parts += [side, f"layer{layers}", f"h{m.heads}k{m.knn}", m.query.norm]
     # Without defaults, so that a setting which a later version adds leaves the name as it is.

@@ -1,19 +1,19 @@
 """Parameters, FLOPs and bytes of a config, worked out before anything is built. Imports no torch.
 
 Letters as in the paper: V vocabulary, T context, L blocks, d width, f feed-forward width; for a memory H heads, K slots,
-C sub-keys a side, k selected slots, q query size, M memories.
+C sub-keys a side, k selected slots, q query size, M memories. What the parts of a memory cost: pkm.memory.cost.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
-from pkm.config.schema import Config, MemoryConfig
+from pkm.config.schema import Config
+from pkm.memory import cost as of_memory
+from pkm.memory.cost import FP32, summed
 
 PAPER_VOCABULARY = 60_014
 """BPE splits of the paper, and 14 special ids; what is counted with as long as there is no prepared corpus."""
-FP32 = 4
 CHUNK_LOGITS = 2**26
 """Logits that exist at a time (pkm.model.loss, which needs torch)."""
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6, "auto": 4}
@@ -39,6 +39,8 @@ class Parameters:
     """Product: H x 2 x C x q/2; flat: H x K x q; of every memory."""
     values: int
     """M x K x d."""
+    read: int = 0
+    """What the memories' reads and outputs learn besides the values."""
 
     @property
     def total(self) -> int:
@@ -65,31 +67,23 @@ def parameters(config: Config, vocab_size: int) -> Parameters:
         attention=blocks * ((3 * d * d + 3 * d) + (d * d + d)),
         feed_forward=_feed_forwards(config) * ((d * f + f) + (f * d + d)),
         norms=norms * 2 * d,
-        query=memories * _query(memory, d) if memory else 0,
-        keys=memories * _keys(config, memory) if memory else 0,
-        values=memories * config.slots * d,
+        query=memories * of_memory.query(memory, d).parameters if memory else 0,
+        keys=memories * of_memory.keys(memory, d).parameters if memory else 0,
+        values=_values(config),
+        read=memories * sum(of(memory, d).parameters for of in (of_memory.read, of_memory.output)) if memory else 0,
     )
+
+
+def _values(config: Config) -> int:
+    """Numbers of all tables."""
+    if config.memory is None:
+        return 0
+    return len(config.memory_layers) * config.slots * of_memory.row(config.memory, config.model.dim)
 
 
 def _feed_forwards(config: Config) -> int:
     replaced = len(config.memory_layers) if config.memory and config.memory.place == "replace" else 0
     return config.model.layers - replaced
-
-
-def _query_widths(memory: MemoryConfig, d: int) -> list[int]:
-    return [d, *memory.query.hidden, memory.query.dim]
-
-
-def _query(memory: MemoryConfig, d: int) -> int:
-    """Each head's linear maps with biases, d -> hidden -> q; then weight and bias of the normalisation over the H x q."""
-    linear = sum(a * b + b for a, b in pairwise(_query_widths(memory, d)))
-    return memory.heads * (linear + (0 if memory.query.norm == "none" else 2 * memory.query.dim))
-
-
-def _keys(config: Config, memory: MemoryConfig) -> int:
-    if memory.keys == "flat":
-        return memory.heads * config.slots * memory.query.dim
-    return memory.heads * 2 * (memory.sub_keys or 0) * (memory.query.dim // 2)
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ class Flops:
     search: int
     """Scores of all keys. Product: 2 H C q; flat: 2 H K q."""
     read: int
-    """Weighted sum of the selected values: 2 H k d."""
+    """Weighted sum of the selected values: 2 H k d; and what becomes of it."""
     search_backward: int
     """Gradients of scores reach only the k selected slots of a head: 4 H k q, for queries and keys together."""
 
@@ -126,17 +120,15 @@ class Flops:
 def flops(config: Config, vocab_size: int) -> Flops:
     """FLOPs per token of the model that `config` describes."""
     d, context = config.model.dim, config.corpus.context
-    memory, memories = config.memory, len(config.memory_layers)
-    query = memory.heads * sum(a * b for a, b in pairwise(_query_widths(memory, d))) if memory else 0
-    selected = memory.heads * memory.knn if memory else 0
+    m, memories = config.memory, len(config.memory_layers)
     return Flops(
         attention=config.model.layers * (8 * d * d + 2 * d * (context + 1)),
         feed_forward=_feed_forwards(config) * 4 * d * config.ffn,
         output=2 * vocab_size * d,
-        query=memories * 2 * query,
-        search=memories * 2 * _keys(config, memory) if memory else 0,
-        read=memories * 2 * selected * d,
-        search_backward=memories * 4 * selected * memory.query.dim if memory else 0,
+        query=memories * of_memory.query(m, d).flops if m else 0,
+        search=memories * of_memory.keys(m, d).flops if m else 0,
+        read=memories * sum(of(m, d).flops for of in (of_memory.read, of_memory.output)) if m else 0,
+        search_backward=memories * of_memory.keys(m, d).backward if m else 0,
     )
 
 
@@ -159,7 +151,8 @@ class TrainingBytes:
 def bytes_per_slot(config: Config) -> int:
     """Bytes of one slot: its value and Adam's two moments."""
     values = config.optim.values
-    return config.model.dim * (BYTES[values.dtype] + 2 * BYTES[values.state_dtype])
+    numbers = of_memory.row(config.memory, config.model.dim) if config.memory else 0
+    return numbers * (BYTES[values.dtype] + 2 * BYTES[values.state_dtype])
 
 
 def training_bytes(config: Config, vocab_size: int, ranks: int = 1) -> TrainingBytes:
@@ -169,9 +162,12 @@ def training_bytes(config: Config, vocab_size: int, ranks: int = 1) -> TrainingB
     share = ranks if config.parallel.values == "sharded" else 1
     windows = -(-config.sequences // ranks)
     at_once = min(config.optim.micro_batch or windows, windows)
-    touched = _touched_rows(config, windows * config.corpus.context * share) if values.update != "dense" else 0
-    row = config.model.dim * FP32 // share
-    value_gradients = count.values // share * FP32 if values.update == "dense" else touched * (row + 8)
+    if values.update == "dense" or config.memory is None:
+        value_gradients = count.values // share * FP32
+    else:
+        touched = of_memory.touched_rows(config.memory, windows * config.corpus.context * share)
+        row = of_memory.row(config.memory, config.model.dim) * FP32 // share
+        value_gradients = len(config.memory_layers) * touched * (row + 8)
     return TrainingBytes(
         weights=count.dense * FP32 + count.values // share * BYTES[values.dtype],
         gradients=count.dense * FP32 + value_gradients,
@@ -180,21 +176,13 @@ def training_bytes(config: Config, vocab_size: int, ranks: int = 1) -> TrainingB
     )
 
 
-def _touched_rows(config: Config, tokens: int) -> int:
-    """Rows of all memories that `tokens` tokens can read at most."""
-    if config.memory is None:
-        return 0
-    return len(config.memory_layers) * min(config.slots, tokens * config.memory.heads * config.memory.knn)
-
-
 def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     """About what a forward pass over `tokens` tokens keeps for backward; temporary buffers come on top.
 
     per token, with a bytes for what products of matrices take and give, 4 for what stays in fp32:
     block         d of: input, q, k, v, heads' output, the feed-forward network's input (a); both residual sums (4)
     feed-forward  f before the activation if that is GELU, f after it (a)
-    memory        H q as projected (a), centred and normalised (4); H k indices (8) and weights; the reference kernels also
-                  keep all scores, 2 H C (flat: H K)
+    memory        what its parts keep
     With activation checkpointing only the blocks' inputs and what the largest block keeps while it is done again.
 
     Dropout keeps its masks besides, and on a CPU the attention weights; neither is counted.
@@ -205,11 +193,7 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     block = d * (6 * a + 2 * FP32)
     feed_forward = (2 if config.model.activation == "gelu" else 1) * config.ffn * a
     m = config.memory
-    memory = 0
-    if m is not None:
-        scores = m.heads * (config.slots if m.keys == "flat" else 2 * (m.sub_keys or 0)) * FP32
-        scores = scores if m.kernels == "reference" else 0
-        memory = m.heads * m.query.dim * (a + 2 * FP32) + scores + m.heads * m.knn * (8 + FP32)
+    memory = of_memory.kept_bytes(m, d, a) if m else 0
     if config.parallel.activation_checkpointing:
         token = config.model.layers * d * FP32 + block + feed_forward + memory
     else:
@@ -240,10 +224,6 @@ class Traffic:
         return self.dense + self.batch_norm + self.values
 
 
-INDEX = 4
-"""Bytes of a slot's number as it travels; the reference kernels' are twice that."""
-
-
 def traffic(config: Config, vocab_size: int, ranks: int) -> Traffic:
     """Of an update in which no two ranks read the same row, which is the most that replicated values can send."""
     m, memories, d = config.memory, len(config.memory_layers), config.model.dim
@@ -251,27 +231,20 @@ def traffic(config: Config, vocab_size: int, ranks: int) -> Traffic:
     micro_batches = -(-windows // min(config.optim.micro_batch or windows, windows)) if windows else 0
     forwards = 2 if config.parallel.activation_checkpointing else 1
 
-    def summed(size: int) -> int:
-        return 2 * size * (ranks - 1) // ranks
-
-    dense = summed(parameters(config, vocab_size).dense * FP32)
+    dense = summed(parameters(config, vocab_size).dense * FP32, ranks)
     if m is None:
         return Traffic(dense, 0, 0)
-    norm = 0
-    features = 2 * m.heads * m.query.dim
-    if m.query.norm == "batch" and config.parallel.sync_batch_norm:
-        norm = memories * micro_batches * summed(FP32 * (forwards * (features + 1) + features))
-    elif m.query.norm == "batch":
-        norm = summed(memories * FP32 * features)
-    tokens, reads = windows * config.corpus.context, m.heads * m.knn
+    norm, size = 0, of_memory.statistics(m)
+    if size and config.parallel.sync_batch_norm:
+        norm = memories * micro_batches * summed(forwards * (size + FP32) + size, ranks)
+    elif size:
+        norm = summed(memories * size, ranks)
+    tokens = windows * config.corpus.context
     if config.parallel.values == "sharded":
-        selection = (ranks - 1) * tokens * reads * (forwards * (INDEX + FP32) + FP32)
-        outputs = (ranks - 1) * tokens * d // ranks * BYTES[config.precision] * (forwards + 1)
-        return Traffic(dense, norm, memories * (selection + outputs))
-    if config.optim.values.update == "dense":
-        return Traffic(dense, norm, memories * summed(config.slots * d * FP32))
-    rows = min(config.slots, ranks * tokens * reads)
-    return Traffic(dense, norm, memories * (summed(config.slots) + summed(rows * d * FP32)))
+        values = of_memory.sent_sharded(m, d, tokens, ranks, BYTES[config.precision], forwards)
+    else:
+        values = of_memory.sent_replicated(m, d, tokens, ranks, config.optim.values.update == "dense")
+    return Traffic(dense, norm, memories * values)
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:

@@ -50,7 +50,7 @@ def _memory_rows(config: Config) -> list[Row]:
     if m is None:
         return [("memory", "none", "a dense model")]
     layers = ", ".join(map(str, config.memory_layers))
-    keys = f"{m.sub_keys}^2 = {config.slots:,}" if m.keys == "product" else f"{config.slots:,}"
+    keys = f"{m.sub_keys}^2 = {config.slots:,}" if m.sub_keys else f"{config.slots:,}"
     return [
         ("memory at layers", layers, {"replace": "in place of", "beside": "beside", "after": "after"}[m.place]
          + " the feed-forward network"),

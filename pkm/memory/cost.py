@@ -1,0 +1,155 @@
+"""What the parts of one memory cost, worked out before anything is built. Imports no torch.
+
+Letters as in the paper: H heads, K slots, C sub-keys a side, k selected slots, q query size, d model width; R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pkm.config.kinds import KEYS, READS, named
+from pkm.config.schema import MemoryConfig
+
+FP32 = 4
+INDEX = 4
+"""Bytes of a slot's number as it travels; the reference kernels' are twice that."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one part of one memory."""
+
+    parameters: int = 0
+    """All but those of tables."""
+    row: int = 0
+    """Numbers of a slot in tables: there are K times as many."""
+    flops: int = 0
+    """Forward, of one token. What counts: see pkm.model.cost.Flops."""
+    backward_flops: int | None = None
+    """If they are not twice those of forward, as products of matrices have it."""
+    kept: int = 0
+    """Numbers of one token that backward needs, in the dtype of products of matrices."""
+    kept_fp32: int = 0
+    """The same, of those that stay in fp32, or are indices and as large."""
+
+    @property
+    def backward(self) -> int:
+        """FLOPs of backward, of one token."""
+        return 2 * self.flops if self.backward_flops is None else self.backward_flops
+
+
+def query(m: MemoryConfig, d: int) -> Cost:
+    """Each head's linear maps with biases, d -> hidden -> q, and weight and bias of the normalisation over the H x q.
+
+    Kept are queries as projected, centred and normalised.
+    """
+    widths = list(pairwise([d, *m.query.hidden, m.query.dim]))
+    norm = 0 if m.query.norm == "none" else 2 * m.query.dim
+    features = m.heads * m.query.dim
+    return Cost(
+        parameters=m.heads * (sum(a * b + b for a, b in widths) + norm),
+        flops=2 * m.heads * sum(a * b for a, b in widths),
+        kept=features,
+        kept_fp32=2 * features,
+    )
+
+
+def product_keys(m: MemoryConfig, d: int) -> Cost:
+    """H x 2 x C sub-keys of q / 2: 2 H C q FLOPs for the scores."""
+    return _search(m, scores=m.heads * 2 * (m.sub_keys or 0), size=m.query.dim // 2)
+
+
+def flat_keys(m: MemoryConfig, d: int) -> Cost:
+    """H x K keys of q: 2 H K q FLOPs for the scores."""
+    return _search(m, scores=m.heads * m.size, size=m.query.dim)
+
+
+def _search(m: MemoryConfig, scores: int, size: int) -> Cost:
+    """Gradients reach only the k selected slots of a head: 4 H k q FLOPs, for queries and keys together.
+
+    Kept are H k indices and weights; by the reference kernels, whose indices are twice as large, all scores too.
+    """
+    selected = m.heads * m.knn
+    reference = m.kernels == "reference"
+    return Cost(
+        parameters=scores * size,
+        flops=2 * scores * size,
+        backward_flops=4 * selected * m.query.dim,
+        kept_fp32=2 * selected + (selected + scores if reference else 0),
+    )
+
+
+def rows(m: MemoryConfig, d: int) -> Cost:
+    """A row of d numbers a slot; H k of them summed."""
+    return Cost(row=d, flops=2 * m.heads * m.knn * d)
+
+
+def output(m: MemoryConfig, d: int) -> Cost:
+    """As it is."""
+    return Cost()
+
+
+def keys(m: MemoryConfig, d: int) -> Cost:
+    """Of the keys that `memory.keys` names."""
+    cost: Cost = named(KEYS[m.keys].cost)(m, d)
+    return cost
+
+
+def read(m: MemoryConfig, d: int) -> Cost:
+    """Of the read that `memory.read` names."""
+    cost: Cost = named(READS[m.read].cost)(m, d)
+    return cost
+
+
+def parts(m: MemoryConfig, d: int) -> list[Cost]:
+    """Everything of one memory."""
+    return [query(m, d), keys(m, d), read(m, d), output(m, d)]
+
+
+def row(m: MemoryConfig, d: int) -> int:
+    """Numbers of a slot in all of the memory's tables."""
+    return sum(part.row for part in parts(m, d))
+
+
+def kept_bytes(m: MemoryConfig, d: int, product: int) -> int:
+    """Bytes of one token that backward needs; `product` is a number's as products of matrices give it."""
+    return sum(part.kept * product + part.kept_fp32 * FP32 for part in parts(m, d))
+
+
+def touched_rows(m: MemoryConfig, tokens: int) -> int:
+    """Slots that `tokens` tokens read at most."""
+    return min(m.size, tokens * m.heads * m.knn)
+
+
+def summed(size: int, ranks: int) -> int:
+    """Bytes that each rank sends for a sum of `size` bytes over all, as a ring."""
+    return 2 * size * (ranks - 1) // ranks
+
+
+def statistics(m: MemoryConfig) -> int:
+    """Bytes of mean and variance of the H q query features, if the query's normalisation takes them over tokens."""
+    return 2 * m.heads * m.query.dim * FP32 if m.query.norm == "batch" else 0
+
+
+def sent_replicated(m: MemoryConfig, d: int, tokens: int, ranks: int, dense: bool) -> int:
+    """Bytes that each rank sends in an update of a table that all hold, with `tokens` of each; `dense`: its gradient is whole.
+
+    Else K bytes say which rows were read, and their gradients are summed: most where no two ranks read the same row.
+    """
+    size = row(m, d) * FP32
+    if dense:
+        return summed(m.size * size, ranks)
+    return summed(m.size, ranks) + summed(touched_rows(m, ranks * tokens) * size, ranks)
+
+
+def sent_sharded(m: MemoryConfig, d: int, tokens: int, ranks: int, product: int, forwards: int) -> int:
+    """Bytes that each rank sends in an update of a table of which each holds columns, with `tokens` of each in it.
+
+    N J indices and weights to each other rank, and the weights' gradients back; N d / R outputs to each other rank, and
+    their gradients back. `forwards`: 2 if activations are recomputed.
+    """
+    reads = m.heads * m.knn
+    selection = (ranks - 1) * tokens * reads * (forwards * (INDEX + FP32) + FP32)
+    outputs = (ranks - 1) * tokens * row(m, d) // ranks * product * (forwards + 1)
+    return selection + outputs

@@ -1,0 +1,152 @@
+"""What a new kind of memory takes: this file, and a line in pkm.config.kinds.
+
+The kind is a read that multiplies the sum of rows by a scale learnt for each column. Nothing else in the package knows of it.
+"""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from pkm.checkpoint.checkpoints import Checkpoints
+from pkm.config import kinds
+from pkm.config.load import dump, json_schema
+from pkm.config.schema import Config, load
+from pkm.corpus.store import open_corpus
+from pkm.distributed import dist
+from pkm.errors import UserErrors
+from pkm.evaluation.report import report
+from pkm.inference.trained import load_trained
+from pkm.memory.cost import Cost, rows
+from pkm.model import cost
+from pkm.model.summary import summary
+from pkm.model.transformer import build_model, parameters
+from pkm.run.run import Run
+from pkm.run.stop import StopFlag
+from pkm.train import loop
+from pkm.train.optim import build_optimizers
+from pkm.train.parallel import apply_parallelism
+from pkm.train.state import restore
+from tests.support.fork import on_ranks
+from tests.support.tiny import VOCAB_SIZE, everything, tiny_config
+
+# ---- the kind ---------------------------------------------------------------------------------------------------------
+
+
+class ScaledRows(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, values, x, indices, weights, dtype):
+        return values.read(indices, weights, dtype) * self.scale.to(dtype)
+
+
+def scaled_rows(config, dim):
+    return ScaledRows(dim)
+
+
+def scaled_rows_cost(m, d):
+    plain = rows(m, d)
+    return Cost(parameters=d, row=plain.row, flops=plain.flops + d, kept=d)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    here = "tests.memory.test_another_kind"
+    kind = kinds.Kind(f"{here}:scaled_rows", f"{here}:scaled_rows_cost")
+    monkeypatch.setitem(kinds.READS, "scaled rows", kind)
+
+
+# ---- what it can do then ----------------------------------------------------------------------------------------------
+
+SCALE = "blocks.1.memory.read.scale"
+
+
+def scaled(**sections):
+    return {**sections, "memory": {"read": "scaled rows", **sections.get("memory", {})}}
+
+
+def test_the_scale_is_what_the_read_is_multiplied_by():
+    model = build_model(tiny_config(**scaled()), VOCAB_SIZE)
+    plain = build_model(tiny_config(), VOCAB_SIZE)  # the same weights but for the scale, which begins as 1
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(model.memory(2)(x), plain.memory(2)(x))
+    with torch.no_grad():
+        model.memory(2).read.scale.copy_(torch.arange(16.0))
+    torch.testing.assert_close(model.memory(2)(x), plain.memory(2)(x) * torch.arange(16.0))
+
+
+def test_it_trains_and_a_resumed_run_is_the_same_to_the_last_bit(train):
+    model, optim, _, straight = train(name="straight", **scaled())
+    assert not torch.equal(model.memory(2).read.scale, torch.ones(16))
+    train(name="resumed", **scaled(optim={"steps": 10}))
+    resumed, its_optim, state, _ = train(name="resumed", **scaled())
+    assert state.step == 20
+    ours, theirs = everything(resumed, its_optim), everything(model, optim)
+    assert ours.keys() == theirs.keys() and f"optim.dense.{SCALE}.exp_avg" in ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    losses = [json.loads(line).get("loss") for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+
+
+def test_its_parameters_and_work_are_counted():
+    config = tiny_config(**scaled())
+    plain, found = (cost.parameters(c, VOCAB_SIZE) for c in (tiny_config(), config))
+    assert (found.total - plain.total, found.dense - plain.dense) == (16, 16)
+    model = build_model(config, VOCAB_SIZE)
+    assert found.total == sum(p.numel() for p in model.parameters())
+    assert parameters(model) == (found.dense, found.values)
+    assert cost.flops(config, VOCAB_SIZE).forward - cost.flops(tiny_config(), VOCAB_SIZE).forward == 16
+    assert any(f"{found.total:,}" in remark for _, _, remark in summary(config, VOCAB_SIZE))
+    optim = build_optimizers(config.optim, model)
+    assert any(p is model.memory(2).read.scale for p in optim.dense.groups["dense"])
+
+
+@pytest.mark.parametrize("values", ["replicated", "sharded"])
+def test_two_ranks_train_it_as_one_does_save_it_whole_and_report_it(tiny_corpus_path, tmp_path, values):
+    def run(name, steps):
+        config = tiny_config(
+            name=name,
+            runs=str(tmp_path),
+            corpus={"path": str(tiny_corpus_path)},
+            parallel={"values": values},
+            **scaled(optim={"steps": steps, "dense": {"schedule": "constant"}}),
+        )
+        corpus = open_corpus(config.corpus.path)
+        with Run.open(config, dump(config)) as opened:
+            model = apply_parallelism(build_model(config, corpus.vocab.size), config)
+            optim = build_optimizers(config.optim, model)
+            state = restore(opened, model, optim, corpus)
+            loop.train(config, opened, corpus, model, optim, state, StopFlag())
+            report(opened, config, corpus, model, StopFlag())
+        return model.memory(2).values.weight.shape[1] * (dist.world_size() if values == "sharded" else 1)
+
+    assert on_ranks(2, lambda rank: run("two", 6)) == [16, 16]
+    run("one", 6)
+    whole, alone = (
+        Checkpoints(tmp_path / name / "checkpoints", keep=3).load("latest").tensors for name in ("two", "one")
+    )
+    assert whole.keys() == alone.keys() and whole["model.blocks.1.memory.values.weight"].shape == (64, 16)
+    for name in (f"model.{SCALE}", f"optim.dense.{SCALE}.exp_avg", "optim.values.blocks.1.memory.values.weight.mean"):
+        torch.testing.assert_close(whole[name], alone[name], rtol=1e-3, atol=1e-4)
+    two, one = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("two", "one"))
+    assert two["parameters"] == one["parameters"]
+    assert two["evaluation"]["loss"] == pytest.approx(one["evaluation"]["loss"], rel=1e-2)
+    assert two["evaluation"]["memories"]["2"]["percent"] > 0
+    run("two", 9)  # one rank goes on with what two have saved
+    assert load_trained(tmp_path / "two", "latest").model.memory(2).read.scale.shape == (16,)
+
+
+def test_a_config_names_it_and_an_unknown_kind_is_refused_with_what_there_is(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(dump(tiny_config(**scaled())))
+    assert load(path).config.memory.read == "scaled rows"
+    assert json_schema(Config)["$defs"]["MemoryConfig"]["properties"]["read"]["enum"] == ["rows", "scaled rows"]
+    with pytest.raises(
+        UserErrors, match=r"memory\.keys must be one of: product, flat; found produkt\s+fix: did you mean product"
+    ):
+        load(path, ["memory.keys=produkt"])
+    with pytest.raises(UserErrors, match=r"memory\.read must be one of: rows.*; found row"):
+        load(path, ["memory.read=row"])
