@@ -42,16 +42,17 @@ class Cost:
 def query(m: MemoryConfig, d: int) -> Cost:
     """Each head's linear maps with biases, d -> hidden -> q, and weight and bias of the normalisation over the H x q.
 
-    Kept are queries as projected, centred and normalised.
+    Kept are queries as projected; centred and normalised ones too, but where fast kernels fold the normalisation into keys.
     """
     widths = list(pairwise([d, *m.query.hidden, m.query.dim]))
     norm = 0 if m.query.norm == "none" else 2 * m.query.dim
     features = m.heads * m.query.dim
+    apart = m.query.norm == "layer" or (m.query.norm == "batch" and m.kernels in ("reference", "faiss"))
     return Cost(
         parameters=m.heads * (sum(a * b + b for a, b in widths) + norm),
         flops=2 * m.heads * sum(a * b for a, b in widths),
         kept=features,
-        kept_fp32=2 * features,
+        kept_fp32=2 * features if apart else 0,
     )
 
 
