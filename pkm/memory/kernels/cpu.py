@@ -136,13 +136,14 @@ def ties(values: Tensor) -> Tensor:
 
 
 def search_backward(by_scores: Tensor, slots: Tensor, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by query (N, H, q), keys (H, 2, C, q / 2) and bias (H, 2, C), at least fp32, of the selected scores alone.
+    """Gradients by query (N, H, q), keys (H, 2, C, q / 2), in their dtype, and bias (H, 2, C), of the selected scores alone.
 
     by_scores, slots (N, H, k): gradients of the scores of the selected slots, at least fp32, and which slots these are.
-    By query it is a weighted read of sub-keys, by keys one of queries, sorted by sub-key.
+    By query it is a weighted read of sub-keys, by keys one of queries, sorted by sub-key; products of bf16 are, as in
+    matrices, of numbers rounded to it, added up in fp32.
     """
-    (tokens, heads, k), (_, _, sub_keys, half), dtype = slots.shape, keys.shape, by_scores.dtype
-    queries, table = query.reshape(-1, half).to(dtype), keys.reshape(-1, half).to(dtype)
+    (tokens, heads, k), (_, _, sub_keys, half) = slots.shape, keys.shape
+    queries, table = query.reshape(-1, half), keys.reshape(-1, half)
     code = compiled(slots.numel() * half) if _plain_fp32(by_scores, slots) else None
     if code is None:
         first = slots // sub_keys
@@ -151,8 +152,9 @@ def search_backward(by_scores: Tensor, slots: Tensor, query: Tensor, keys: Tenso
         rows, weights = both + sides.view(heads, 2, 1), by_scores.unsqueeze(2).expand(both.shape)
         rows, weights = rows.view(-1, k), weights.reshape(-1, k)
         read_rows, values = row_gradient(queries, rows, weights)
-        by_keys = torch.zeros_like(table).index_copy_(0, read_rows, values)
-        by_bias = by_keys.new_zeros(len(table)).index_add_(0, rows.flatten(), weights.flatten())
+        by_keys = torch.zeros_like(table).index_copy_(0, read_rows, values.to(table.dtype))
+        by_bias = weights.new_zeros(len(table)).index_add_(0, rows.flatten(), weights.flatten())
+        by_query = read(table, rows, weights).to(query.dtype)
     else:
         rows, weights = torch.empty(tokens, heads, 2, k, dtype=torch.int32), torch.empty(tokens, heads, 2, k)
         bags, bag_weights = torch.empty(heads, 2, tokens * k, dtype=torch.int32), torch.empty(heads, 2, tokens * k)
@@ -160,9 +162,9 @@ def search_backward(by_scores: Tensor, slots: Tensor, query: Tensor, keys: Tenso
         ins = [t.contiguous().numpy() for t in (by_scores, slots)]
         outs = [t.numpy() for t in (rows, weights, starts, bags, bag_weights, by_bias)]
         in_threads(code.group_sub_keys, [(*ins, sub_keys, h, side, *outs) for h in range(heads) for side in range(2)])
-        rows, weights = rows.view(-1, k), weights.view(-1, k)
         by_keys = _read_bags(queries, bags.flatten(), starts.flatten(), bag_weights.flatten())
-    by_query = read(table, rows, weights)
+        every_k = torch.arange(0, rows.numel(), k, dtype=rows.dtype)
+        by_query = _read_bags(table, rows.flatten(), every_k, weights.flatten())
     return by_query.view_as(query), by_keys.view_as(keys), by_bias.view(heads, 2, sub_keys)
 
 
@@ -230,7 +232,7 @@ def row_gradient(grad: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor
 
 def _read_bags(table: Tensor, bags: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
     """Weighted sums of the rows of table (K, D) that bags (M,) names, from each of starts (B,) to the next -> (B, D)."""
-    return F.embedding_bag(bags, table, starts, mode="sum", per_sample_weights=weights)
+    return F.embedding_bag(bags, table, starts, mode="sum", per_sample_weights=weights.to(table.dtype))
 
 
 def _plain_fp32(numbers: Tensor, indices: Tensor) -> bool:

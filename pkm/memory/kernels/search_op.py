@@ -61,8 +61,7 @@ def search_backward(
     """
     if kernels != "triton":
         by_scores = weights * (grad - (weights * grad).sum(-1, keepdim=True))
-        found = cpu.search_backward(by_scores, slots, query, keys)
-        return found[0].to(query.dtype), found[1].to(keys.dtype), found[2]
+        return cpu.search_backward(by_scores, slots, query, keys)
     from pkm.memory.kernels.triton_search import score_gradient
 
     tokens, heads, _ = slots.shape

@@ -71,7 +71,10 @@ def _column_statistics_backward(
 
         return triton_statistics.column_statistics_backward(by_mean, by_var, x, mask, mean, count)
     slope = 2 * by_var / count.clamp(min=1)
-    grad = torch.addcmul(by_mean / count.clamp(min=1) - slope * mean, x.to(mean.dtype), slope).to(x.dtype)
+    offset, grad = by_mean / count.clamp(min=1) - slope * mean, torch.empty_like(x)
+    rows = max(1, BUFFERED // x.shape[1])
+    for part, out in zip(x.split(rows), grad.split(rows), strict=True):
+        out.copy_(torch.addcmul(offset, part.to(mean.dtype), slope))
     return grad if mask is None or bool(mask.all()) else torch.where(mask.unsqueeze(1), grad, 0.0)
 
 
