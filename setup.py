@@ -14,6 +14,8 @@ setup(
     install_requires=[
         # training
         "torch>=2.11",
+        # Compiles the memory's loops on a CPU; without it they are PyTorch's, and slower.
+        "numba",
         "numpy",
         "psutil",
         "pyyaml",

@@ -157,7 +157,7 @@ def unmark_dots(text: str) -> str:
     if "DOTMULTI" not in text:
         return text
     *marked, rest = text.split("DOTMULTI")
-    pieces = []
+    pieces: list[str] = []
     for piece in marked:
         end = len(piece)
         while piece.endswith("DOT", 0, end):

@@ -28,11 +28,11 @@ HALVINGS = 12
 
 def _compiled(function: F, fastmath: object = False) -> F:
     """`function` in machine code; as it stands: an exact sum may lose nothing to operations that become one."""
-    options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
     try:
-        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
+        return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no directory to keep it in
-        return numba.njit(**options)(function)  # type: ignore[no-any-return]
+        return numba.njit(**options)(function)
 
 
 LARGEST = np.float32(3e38)  # as pkm.memory.kernels.adam_step has it
