@@ -104,7 +104,7 @@ def test_fused_refuses_a_second_backward_in_a_step() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25], ids=["nan", "inf", "square beyond fp32"])
 @pytest.mark.parametrize("kernels", ["torch", "reference"])
-@pytest.mark.parametrize("update", ["sparse", "fused"])
+@pytest.mark.parametrize("update", ["sparse", "in_backward"])
 @pytest.mark.parametrize("dtype, state", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16+master", "bf16")])
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_what_is_not_finite_moves_nothing(
@@ -116,7 +116,8 @@ def test_what_is_not_finite_moves_nothing(
     for step in (1, 2):
         for v, a, third in ((values, adam, bad if step == 2 else 1.0), (other, exact, 1.0)):
             a.begin(1e-2, step)
-            out = v.read(torch.tensor([[1], [4]]), torch.ones(2, 1), torch.float32, kernels)
+            v.backend = Backend(kernels)
+            out = v.read(torch.tensor([[1], [4]]), torch.ones(2, 1), torch.float32)
             if step == 2:
                 before = copy.deepcopy((v.weight.detach(), a.state_tensors()))
             out.backward(torch.tensor([[1.0, 2.0, third, 4.0], [5.0, 6.0, 7.0, 8.0]]))
@@ -132,7 +133,7 @@ def test_what_is_not_finite_moves_nothing(
         assert torch.equal(ours, right)
 
 
-@pytest.mark.parametrize("update", ["sparse", "fused"])
+@pytest.mark.parametrize("update", ["sparse", "in_backward"])
 def test_numbers_in_bf16_are_rounded_alike_however_many_ranks_share_the_columns(update: str) -> None:
     settings = ValuesOptim(update=update, dtype="bf16", state_dtype="bf16")
     whole, adam = table(settings, dim=12)
@@ -143,7 +144,7 @@ def test_numbers_in_bf16_are_rounded_alike_however_many_ranks_share_the_columns(
         values, adam = table(settings, dim=last - first)
         values.weight.data, values.first_column = start[:, first:last].clone(), first
         adam.begin(1e-2, 1)
-        values.read(indices, weights, torch.float32, "torch").backward(grad[:, first:last])
+        values.read(indices, weights, torch.float32).backward(grad[:, first:last])
         adam.step(1e-2, 1)
         ends.append([values.weight.detach(), *adam.state_tensors().values()])
     for one, *parts in zip(*ends, strict=True):

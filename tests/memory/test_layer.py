@@ -9,6 +9,7 @@ from pkm.errors import UserError
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.kernels import cpu, reference, search_op
 from pkm.memory.layer import MemoryLayer
+from pkm.memory.query import Query
 
 KINDS = [("product", "batch"), ("product", "layer"), ("product", "none"), ("flat", "batch"), ("flat", "none")]
 
@@ -84,7 +85,8 @@ def test_more_slots_a_head_than_there_are_to_choose_from_are_refused_alike(
     with pytest.raises(UserError, match=rf"memory.knn: k = 8 is more than the {there}"):
         build(kernels=kernels, knn=8, **sizes)  # type: ignore[arg-type]
     keys, query = build(kernels=kernels, knn=2, **sizes).keys, torch.randn(5, 2, 8)  # type: ignore[arg-type]
-    for search in (lambda: keys.search(query, 8), lambda: keys.select(query, None, None, 8, "torch")):
+    whole = Query(query, None, None, query.dtype)
+    for search in (lambda: keys.search(query, 8), lambda: keys.select(whole, 8)):
         with pytest.raises(UserError, match=there):
             search()
 

@@ -24,8 +24,8 @@ def nan_at(monkeypatch):
     def inject(passes, gradient=True):
         forward, count = Transformer.forward, iter(range(1, 10**6))
 
-        def poisoned(self, *inputs):
-            loss = forward(self, *inputs)
+        def poisoned(self, *batch):
+            loss = forward(self, *batch)
             if not self.training or next(count) not in passes:
                 return loss
             return loss * float("nan") if gradient else loss + float("nan")
