@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
+from pkm.config import recipe
 from pkm.config.kinds import KEYS, READS, one_of
 from pkm.config.load import Resolved
 from pkm.config.load import load as load_file
@@ -114,8 +115,8 @@ class MemoryConfig(Part):
 class DenseOptim(Part):
     """Adam of everything that no other group holds."""
 
-    lr: Rate = 2.5e-4
-    """Peak learning rate; the other groups' may be given as a ratio to it."""
+    lr: Rate | Literal["auto"] = 2.5e-4
+    """Peak learning rate; the other groups' may be given as a ratio to it. auto = by the model's width (docs/recipes.md)."""
     betas: Betas = (0.9, 0.98)
     """Adam's."""
     eps: Rate = 1e-8
@@ -135,8 +136,8 @@ class DenseOptim(Part):
 class GroupOptim(Part):
     """Adam of a part of what is dense: a rate of its own, and whatever else is not to be as in `optim.dense`."""
 
-    lr: Rate | Ratio = "1x"
-    """Peak learning rate: a number, or a ratio to optim.dense.lr as 10x."""
+    lr: Rate | Ratio | Literal["auto"] = "1x"
+    """Peak learning rate: a number, a ratio to optim.dense.lr as 10x, or auto = by the model's width (docs/recipes.md)."""
     schedule: Schedule | None = None
     """Learning rate as a function of the step; null = optim.dense's."""
     warmup_steps: Natural | None = None
@@ -151,8 +152,8 @@ class GroupOptim(Part):
 class ValuesOptim(Part):
     """Adam of the memories' values."""
 
-    lr: Rate | Ratio = 1e-3
-    """Peak learning rate: a number, or a ratio to optim.dense.lr as 50x."""
+    lr: Rate | Ratio | Literal["auto"] = 1e-3
+    """Peak learning rate: a number, a ratio to optim.dense.lr as 50x, or auto = by the model's width (docs/recipes.md)."""
     betas: Betas = (0.9, 0.999)
     """Adam's."""
     eps: Rate = 1e-8
@@ -193,7 +194,7 @@ class OptimConfig(Part):
     def group(self, name: str) -> DenseOptim | ValuesOptim:
         """Settings of `dense`, `embeddings`, `addressing` or `values` with every rate a number and nothing left to `dense`."""
         own = getattr(self, name)
-        lr = float(own.lr.removesuffix("x")) * self.dense.lr if isinstance(own.lr, str) else own.lr
+        lr = float(own.lr.removesuffix("x")) * float(self.dense.lr) if isinstance(own.lr, str) else own.lr
         if not isinstance(own, GroupOptim):
             return own.model_copy(update={"lr": lr})
         given = {key: getattr(own, key) for key in ("schedule", "warmup_steps", "weight_decay")}
@@ -288,6 +289,17 @@ class Config(Part):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _decide_rates(self) -> Config:
+        """Put numbers in place of `lr: auto`, so that a run keeps its rates whatever a later version makes of the word."""
+        rates, optim = recipe.learning_rates(self.model.dim), self.optim
+        for name, rate in rates.items():
+            group = getattr(optim, name)
+            if group.lr == "auto":
+                optim = optim.model_copy(update={name: group.model_copy(update={"lr": rate})})
+        self.__dict__["optim"] = optim  # frozen for everyone else
+        return self
 
     @property
     def directory(self) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pkm.config import recipe
 from pkm.config.schema import Config, MemoryConfig, load
 from pkm.errors import UserErrors
 from pkm.experiments import grid
@@ -21,7 +22,8 @@ REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
 PAPER = CONFIGS / "paper"
 YAMLS = sorted(CONFIGS.rglob("*.yaml"))
-SHIPPED = [p for p in YAMLS if p.parent.name != "scales" and p.stem not in grid.names()]
+GRIDS = [p for p in YAMLS if p.stem in grid.names() or "\ncells:" in p.read_text()]
+SHIPPED = [p for p in YAMLS if p.parent.name != "scales" and p not in GRIDS]
 
 
 def shipped_id(path: Path) -> str:
@@ -71,6 +73,11 @@ class TestShipped:
         again = tmp_path / "resolved.yaml"
         again.write_text(resolved.yaml)
         assert load(again).config == resolved.config
+
+    @pytest.mark.parametrize("path", [p for p in GRIDS if p.parent != PAPER], ids=shipped_id)
+    def test_every_cell_of_a_study_is_a_config_and_no_two_are_the_same(self, path: Path) -> None:
+        cells = grid.load_grid(str(path), "paper").cells
+        assert len({grid.run_name(cell.config) for cell in cells}) == len(cells) > 2
 
     @pytest.mark.parametrize("path", YAMLS, ids=shipped_id)
     def test_its_first_line_names_the_schema_for_editors(self, path: Path) -> None:
@@ -196,3 +203,21 @@ def _keys(section: object, prefix: str = "") -> set[str]:
 def _described_section(setting: dict[str, Any], definitions: dict[str, Any]) -> bool:
     names = re.findall(r"#/\$defs/(\w+)", str(setting))
     return bool(names) and all("description" in definitions[name] for name in names)
+
+
+class TestRates:
+    def test_auto_becomes_a_number_that_the_run_keeps(self, tmp_path) -> None:
+        groups = ("dense", "embeddings", "addressing", "values")
+        config = loaded(tmp_path, MINIMAL + MEMORY, *(f"optim.{group}.lr=auto" for group in groups))
+        assert {group: getattr(config.optim, group).lr for group in groups} == recipe.learning_rates(64)
+        again = Config.model_validate(config.model_dump())
+        assert again == config
+
+    def test_a_ratio_to_an_automatic_rate_is_of_its_number(self, tmp_path) -> None:
+        config = loaded(tmp_path, MINIMAL, "optim.dense.lr=auto", "optim.embeddings.lr=3x")
+        assert config.optim.group("embeddings").lr == pytest.approx(3 * recipe.learning_rates(64)["dense"])
+
+    @pytest.mark.parametrize("text", ["x", "-2x", "2 x", "2y", "fast"])
+    def test_what_is_no_rate_is_refused_with_what_is(self, tmp_path, text) -> None:
+        with pytest.raises(UserErrors, match=r"optim.embeddings.lr must be .*a ratio to optim.dense.lr, as 15x.* auto"):
+            loaded(tmp_path, MINIMAL, f"optim.embeddings.lr={text}")
