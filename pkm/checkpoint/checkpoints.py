@@ -55,6 +55,8 @@ class Checkpoints:
         self.root, self.before_save, self.in_background = root, before_save, in_background
         self.longest_seconds = 0.0
         """Of the saves so far, from their beginning to their end."""
+        self.newest_step = 0
+        """Of the checkpoint that was loaded to go on from, or saved last; 0 before there is one."""
         self._warn_once = warn
         self._kept = Retention(root, keep, refuse_if_taken_over)
         self._copies = Copies()
@@ -106,6 +108,7 @@ class Checkpoints:
     def _publish(self, save: Save, group: dist.Group) -> None:
         started = time.perf_counter()
         publish(save, self._kept, group)
+        self.newest_step = save.step
         self.longest_seconds = max(self.longest_seconds, time.perf_counter() - started)
 
     def wait(self) -> None:
@@ -133,6 +136,7 @@ class Checkpoints:
             self._warn(f"{leftover} is half-written (its save was killed) and is ignored")
         loaded = load.newest(self._kept, self._warn)
         if loaded is not None:
+            self.newest_step = loaded.step
             with dist.raise_on_all_ranks(), files.explained(self.root):
                 if dist.is_main():
                     self._kept.repair_pointers(loaded.step)

@@ -89,7 +89,7 @@ def newest(kept: Retention, warn: Warn) -> Loaded | None:
             UserError(
                 f"none of the {len(steps)} checkpoints can be used (named above)",
                 where=str(kept.root),
-                fix="bring one back from a copy; to begin again from step 0, move this directory away",
+                fix="bring one back from a copy; to begin again from step 0, move the run's directory away",
             )
         )
     return None

@@ -29,7 +29,7 @@ from pkm.errors import EXIT_USER_ERROR, ReportedByOtherRank, UserError
 from pkm.run.changes import refuse_changes
 from pkm.run.lock import Lock
 from pkm.run.metrics import Metrics
-from pkm.run.status import State, read_report, read_status, write_status
+from pkm.run.status import State, newest_checkpoint, read_report, read_status, write_status
 from pkm.run.stop import STOP_FILE, Stopped
 
 
@@ -71,11 +71,12 @@ class Run:
                     run.directory.mkdir(parents=True, exist_ok=True)
                 run._lock.acquire(run.say)
                 try:
+                    run._found = read_status(run.directory)
                     run._take_up(resolved_yaml)
                 except BaseException:
                     run._lock.release()
                     raise
-        there = (read_status(run.directory), read_report(run.directory) is not None, run._lock.token)
+        there = (run._found, read_report(run.directory) is not None, run._lock.token)
         run._found, run._reported, run._lock.token = dist.broadcast_object(there)
         if unwatched := run._peers.watch():
             ranks = ", ".join(map(str, unwatched))
@@ -90,6 +91,9 @@ class Run:
             changed = refuse_changes(path, self.config)
             if changed:
                 self.say("settings changed since this run began: " + ", ".join(changed))
+            if self._found.get("state") == "finished" and self._found["step"] < self.config.optim.steps:
+                # It was made longer: whatever becomes of it now, it is not finished.
+                write_status(self.directory, "running", self._found["step"], None)
             if path.read_bytes() == resolved_yaml.encode():
                 return
         elif self.checkpoints.steps():
@@ -174,7 +178,8 @@ class Run:
             reason = f"{type(error).__name__}: {reason}"
         if dist.world_size() > 1:
             reason = f"rank {dist.rank()} " + (f"lost another rank: {lost}" if lost else f"failed: {reason}")
-        write_status(self.directory, "failed", max(said.get("step", 0), self.metrics.last_step), reason)
+        checkpoint = max(newest_checkpoint(said), self.checkpoints.newest_step)
+        write_status(self.directory, "failed", max(said.get("step", 0), self.metrics.last_step), reason, checkpoint)
         self._log(f"failed: {reason}")
 
     def status(self, state: State, step: int, reason: str | None = None) -> None:
@@ -183,6 +188,14 @@ class Run:
             write_status(self.directory, state, step, reason)
             if state == "stopped":
                 (self.directory / STOP_FILE).unlink(missing_ok=True)
+
+    def note_checkpoint(self) -> None:
+        """Write into status.json that there is a checkpoint now, so that nobody begins again where it is out of sight."""
+        newest = self.checkpoints.newest_step
+        if dist.is_main() and self.is_ours() and newest > 0:
+            said = read_status(self.directory)
+            if said.get("state") == "running" and newest_checkpoint(said) != newest:  # a rank may have failed meanwhile
+                write_status(self.directory, "running", newest, None)
 
     @contextmanager
     def stops_in_report(self, step: int) -> Iterator[None]:
@@ -198,6 +211,19 @@ class Run:
         if reason is not None:
             self.status("stopped", step, reason)
             self.say(f"stopped before the report was written ({reason}); the same command writes it")
+
+    def refuse_to_begin_again(self) -> None:
+        """UserError if there must be checkpoints by what status.json said: for when none was found. Every rank calls it."""
+        step = newest_checkpoint(self._found)
+        if step > 0:
+            raise dist.raised_by_rank_0(
+                UserError(
+                    f"there is no checkpoint, and status.json says that one of step {step} was written",
+                    where=str(self.checkpoints.root),
+                    fix="see whether that directory was moved or its disk is not mounted; to begin again from step 0, "
+                    f"move {self.directory} away",
+                )
+            )
 
     def is_finished(self, reports: bool = True) -> bool:
         """Whether all steps that the config asks for had been done when it was opened, and the report written.

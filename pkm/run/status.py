@@ -28,11 +28,13 @@ def is_interrupted(status: dict[str, Any]) -> bool:
     return status.get("state") == "running" and here and not lives(status.get("pid", 0))
 
 
-def write_status(directory: Path, state: State, step: int, reason: str | None) -> None:
+def write_status(directory: Path, state: State, step: int, reason: str | None, checkpoint: int | None = None) -> None:
+    """checkpoint    step of the newest checkpoint that was written; `step`, if not given"""
     status = {
         "state": state,
         "step": step,
         "reason": reason,
+        "checkpoint": step if checkpoint is None else checkpoint,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -40,12 +42,18 @@ def write_status(directory: Path, state: State, step: int, reason: str | None) -
     files.atomic_write(directory / "status.json", json.dumps(status, indent=1) + "\n")
 
 
+def newest_checkpoint(status: dict[str, Any]) -> int:
+    """Step of a checkpoint that there must be by what status.json says; 0 if there need be none."""
+    # Earlier versions did not say. "failed" may then be at any step after the last checkpoint, or before the first.
+    return int(status.get("checkpoint", 0 if status.get("state") == "failed" else status.get("step", 0)))
+
+
 def mark_failed(directory: Path, reason: str) -> None:
     """Write into status.json why a run failed whose process could not: it was killed, or refused before it began."""
     status = read_status(directory)
     if status.get("state") != "finished" and (status.get("state"), status.get("reason")) != ("failed", reason):
         with suppress(OSError, UserError):
-            write_status(directory, "failed", status.get("step", 0), reason)
+            write_status(directory, "failed", status.get("step", 0), reason, newest_checkpoint(status))
 
 
 def read_report(directory: Path) -> dict[str, Any] | None:

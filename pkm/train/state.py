@@ -36,9 +36,13 @@ class State:
 
 
 def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> State:
-    """Load the newest checkpoint that verifies into model and optimizers; the state of step 0 if there is none yet."""
+    """Load the newest checkpoint that verifies into model and optimizers; the state of step 0 if there is none yet.
+
+    UserError if there were checkpoints once and none is found now: beginning again would write over what they led to.
+    """
     loaded = run.checkpoints.newest()
     if loaded is None:
+        run.refuse_to_begin_again()
         with dist.raise_on_all_ranks():
             run.metrics.cut(0)
         return State()
@@ -63,6 +67,8 @@ def save(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus, state:
     everything = state_tensors(model, optim)
     record = {"state": asdict(state), "corpus": corpus.fingerprint}
     run.checkpoints.save(state.step, everything, record, best, column_sharded(model, everything))
+    with dist.raise_on_all_ranks():
+        run.note_checkpoint()  # in the background it is that of the save before
 
 
 def state_tensors(model: Transformer, optim: Optimizers) -> dict[str, Tensor]:

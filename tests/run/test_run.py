@@ -159,6 +159,25 @@ def test_a_finished_run_is_finished_until_more_steps_are_asked_for(opened):
         assert not run.is_finished()
 
 
+def test_a_finished_run_that_was_made_longer_and_then_fails_does_not_stay_finished(opened):
+    with opened() as run:
+        run.status("finished", 20)
+    with pytest.raises(UserError), opened(optim={"steps": 30}):
+        status = read_status(opened.directory)
+        assert (status["state"], status["step"], status["pid"]) == ("running", 20, os.getpid())
+        raise UserError("none of the 2 checkpoints can be used")
+    status = read_status(opened.directory)
+    assert (status["state"], status["step"]) == ("failed", 20) and "none of the 2" in status["reason"]
+
+
+def test_a_finished_run_whose_report_cannot_be_shown_stays_finished(opened):
+    with opened() as run:
+        run.status("finished", 20)
+    with pytest.raises(UserError), opened():
+        raise UserError("no permission")
+    assert read_status(opened.directory)["state"] == "finished"
+
+
 @pytest.mark.parametrize("left", [None, "", '{"evaluation"', "{}"])
 def test_a_run_whose_report_is_lost_or_broken_is_not_finished_where_there_is_something_to_report(opened, left):
     with opened() as run:

@@ -174,6 +174,30 @@ def test_a_run_that_recomputes_its_activations_learns_the_same(train):
     torch.testing.assert_close(plain.state_dict(), again.state_dict(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("steps", [8, 12], ids=["ended without a word", "stopped"])
+def test_a_run_whose_checkpoints_are_out_of_sight_is_refused_and_keeps_what_it_measured(train, steps):
+    *_, directory = train(optim={"steps": 8}, checkpoint={"every_steps": 4})
+    if steps == 12:  # as earlier versions wrote it
+        (directory / "status.json").write_text('{"state": "stopped", "step": 8, "reason": "SIGTERM"}')
+    measured = (directory / "metrics.jsonl").read_bytes()
+    (directory / "checkpoints").rename(directory.parent / "elsewhere")
+    for _ in range(2):  # that it failed is no reason to begin again either
+        with pytest.raises(UserError, match=r"no checkpoint, and status.json says that one of step 8"):
+            train(optim={"steps": steps}, checkpoint={"every_steps": 4})
+        assert json.loads((directory / "status.json").read_text())["state"] == "failed"
+        assert (directory / "metrics.jsonl").read_bytes() == measured
+    (directory.parent / "elsewhere").rename(directory / "checkpoints")
+    assert train(optim={"steps": steps}, checkpoint={"every_steps": 4})[2].step == steps
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_begins_again(train, monkeypatch):
+    monkeypatch.setattr(Checkpoints, "save", lambda *args, **also: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(optim={"steps": 8}, checkpoint={"every_steps": 4})
+    monkeypatch.undo()
+    assert train(optim={"steps": 8}, checkpoint={"every_steps": 4})[2].step == 8
+
+
 def test_a_time_limit_saves_and_stops(train):
     _, _, state, directory = train(max_minutes=1e-4, optim={"steps": 2000})
     status = json.loads((directory / "status.json").read_text())
