@@ -12,13 +12,16 @@ import argparse
 import logging
 import re
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
+from heapq import heappop, heappush
 from itertools import pairwise, repeat
 from pathlib import Path
 
 from pkm.errors import UserError, exits_cleanly
 from pkm.text.bounded_cache import BoundedCache
+from pkm.text.linked_symbols import LONG_WORD, LinkedSymbols
 from pkm.text.merges import Merges
 from pkm.text.stdin_filter import dies_with_its_reader, read_blocks, run_filter
 from pkm.text.vocab import CONTINUES, encode_file, format_counts, read_counts, read_lines
@@ -103,6 +106,8 @@ class Codes:
     def symbols(self, word: str) -> list[str]:
         """A word's characters merged as far as the codes go; the last symbol ends in `</w>`."""
         symbols = characters(word)
+        if len(symbols) > LONG_WORD:
+            return self._merged_long(symbols)
         rank_of, none = self._ranks.get, len(self._ranks)
         ranks = [*map(rank_of, pairwise(symbols), repeat(none))]
         while ranks and (best := min(ranks)) < none:
@@ -117,14 +122,47 @@ class Codes:
                     ranks[i] = rank_of((joined, symbols[i + 1]), none)
         return symbols
 
+    def _merged_long(self, symbols: list[str]) -> list[str]:
+        """What `symbols` does, in time about linear in the word: only the neighbours of a merge are looked at."""
+        linked = LinkedSymbols(symbols, "")
+        rank_of = self._ranks.get
+        places: dict[int, array[int]] = {}
+        waiting: list[int] = []
+
+        def note(left: int, right: int) -> None:
+            rank = rank_of((symbols[left], symbols[right]))
+            if rank is None:
+                return
+            if rank not in places:
+                places[rank] = array("q")
+                heappush(waiting, rank)
+            places[rank].append(left)
+
+        for i in range(len(symbols) - 1):
+            note(i, i + 1)
+        while waiting:
+            rank = heappop(waiting)
+            left, right = self.merges[rank]
+            for i in sorted(places.pop(rank)):
+                if linked.holds(i, left, right):
+                    before, after = linked.join(i, left + right)
+                    if before >= 0:
+                        note(before, i)
+                    if after >= 0:
+                        note(i, after)
+        return [symbol for symbol in symbols if symbol]
+
     def _split_until_known(self, symbol: str, final: bool, vocab: Container[str], kept: list[str]) -> None:
-        printed = symbol[: -len(END)] if final else symbol + CONTINUES
-        if printed in vocab or symbol not in self._parts:
-            kept.append(symbol)
-            return
-        left, right = self._parts[symbol]
-        self._split_until_known(left, False, vocab, kept)
-        self._split_until_known(right, final, vocab, kept)
+        # A list of what is left to do: a piece may be made of more merges than functions may call each other.
+        left_to_do = [(symbol, final)]
+        while left_to_do:
+            symbol, final = left_to_do.pop()
+            printed = symbol[: -len(END)] if final else symbol + CONTINUES
+            if printed in vocab or symbol not in self._parts:
+                kept.append(symbol)
+            else:
+                left, right = self._parts[symbol]
+                left_to_do += ((right, final), (left, False))
 
 
 def characters(word: str) -> list[str]:

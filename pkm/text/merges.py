@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+from pkm.text.linked_symbols import LONG_WORD, LinkedSymbols
 
 _BITS = 32  # A pair (left, right) of symbol numbers is one integer, so that pairs compare as fastBPE compares them.
 _RIGHT = (1 << _BITS) - 1
@@ -35,6 +39,9 @@ class Merges:
                 self._counts[pair] += count
                 self._places[pair].append(place)
                 left = right
+        self._long: dict[int, _LongWord] = {
+            place: _LongWord(word) for place, word in enumerate(self._words) if len(word) > LONG_WORD
+        }
         self._heap = [(-count, pair) for pair, count in self._counts.items()]
         heapq.heapify(self._heap)
 
@@ -72,9 +79,20 @@ class Merges:
         new = len(self.symbols)
         self.symbols.append(self.symbols[left] + self.symbols[right])
         changes: defaultdict[int, int] = defaultdict(int)
-        for place in self._places.pop(left << _BITS | right):
-            self._merge_word(place, left, right, new, changes)
+        # A word is noted once for every time that it holds the pair; all of them are merged the first time.
+        for place in dict.fromkeys(self._places.pop(left << _BITS | right)):
+            if place in self._long:
+                self._merge_long(place, left, right, new, changes)
+            else:
+                self._merge_word(place, left, right, new, changes)
         return changes
+
+    def _merge_long(self, place: int, left: int, right: int, new: int, changes: dict[int, int]) -> None:
+        count = self._word_counts[place]
+        for pair, times in self._long[place].merge(left, right, new).items():
+            changes[pair] += times * count
+            if times > 0:
+                self._places[pair].append(place)
 
     def _merge_word(self, place: int, left: int, right: int, new: int, changes: dict[int, int]) -> None:
         word, count = self._words[place], self._word_counts[place]
@@ -99,6 +117,37 @@ class Merges:
                 self._places[new << _BITS | after].append(place)
             merged.append(new)
         self._words[place] = merged
+
+
+class _LongWord:
+    """A word as a linked list, with the places of every pair in it, from the left on.
+
+    They stay in that order, because all places of a pair come at once: with the later of its two symbols.
+    """
+
+    def __init__(self, symbols: list[int]):
+        self._linked = LinkedSymbols(symbols, -1)
+        self._places: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+        for i, (left, right) in enumerate(pairwise(symbols)):
+            self._places[left << _BITS | right].append(i)
+
+    def merge(self, left: int, right: int, new: int) -> dict[int, int]:
+        """Replace the pair wherever it is; returns how often other pairs came (above 0) or went (below)."""
+        linked, symbols = self._linked, self._linked.symbols
+        changes: defaultdict[int, int] = defaultdict(int)
+        for i in self._places.pop(left << _BITS | right, ()):
+            if not linked.holds(i, left, right):
+                continue
+            before, after = linked.join(i, new)
+            if before >= 0:
+                changes[symbols[before] << _BITS | left] -= 1
+                changes[symbols[before] << _BITS | new] += 1
+                self._places[symbols[before] << _BITS | new].append(before)
+            if after >= 0:
+                changes[right << _BITS | symbols[after]] -= 1
+                changes[new << _BITS | symbols[after]] += 1
+                self._places[new << _BITS | symbols[after]].append(i)
+        return changes
 
 
 def _by_frequency(spelled: Sequence[tuple[Sequence[str], int]]) -> list[str]:
