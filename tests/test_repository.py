@@ -65,7 +65,8 @@ class TestImports:
     @pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(REPOSITORY)))
     def test_a_file_imports_only_from_its_own_folder_and_those_above_it(self, path: Path) -> None:
         place = place_of(module_of(path))
-        seen = ORDER[: ORDER.index(place) + 1] if place else []
+        # The package's own file hands out what others hold.
+        seen = ORDER[: ORDER.index(place) + 1] if place else ORDER
         wrong = {
             f"{path.relative_to(REPOSITORY)}:{line}: imports pkm.{name}, which is not above it in ORDER"
             for line, name in imported(path)

@@ -71,7 +71,7 @@ class MemoryLayer(nn.Module):
         """
         if self.backend is None:
             self._choose()
-        tokens = x.flatten(0, -2)
+        tokens = x.reshape(-1, x.shape[-1])
         real = None if mask is None else mask.flatten()
         indices, weights = self.keys.select(self.query(tokens, real), self.knn)
         if self.record:
