@@ -34,7 +34,7 @@ def main() -> int:
         default="step",
         help="what the curves are drawn over: %(choices)s (default: %(default)s)",
     )
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
 
     from pkm.files import atomic_write
     from pkm.report import compare

@@ -30,13 +30,13 @@ from pkm.prepare.settings import PrepareConfig, impossible
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="a YAML file of data/, or, to look at, a prepared corpus")
-    parser.add_argument("overrides", nargs="*", help="settings to change: key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--stats", action="store_true", help="print what a prepared corpus holds")
     parser.add_argument("--verify", action="store_true", help="hash every shard of a prepared corpus")
     parser.add_argument("--show", type=int, metavar="N", help="print document N, counted from 0, decoded back")
     parser.add_argument("--split", choices=SPLITS, default="train", help="split that --show takes it from")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 @exits_cleanly

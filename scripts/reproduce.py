@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 @exits_cleanly
 def main() -> int:
-    args = parser().parse_args()
+    args = parser().parse_intermixed_args()
     least = {"seeds": 1, "jobs": 1, "nodes": 1, "gpus_per_run": 0 if args.slurm else 1}
     for name, number in least.items():
         if (given := getattr(args, name)) is not None and given < number:

@@ -106,6 +106,13 @@ def test_a_program_says_how_it_is_used_without_loading_torch(program: Path) -> N
     assert "usage:" in done.stdout
 
 
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+def test_a_program_that_takes_several_words_takes_them_before_and_after_its_options(program: Path) -> None:
+    text = program.read_text(encoding="utf-8")
+    several = re.search(r'"\w+",\s+nargs="[*+]"', text)  # positional, not an option's
+    assert not several or ".parse_intermixed_args()" in text
+
+
 def tracked() -> list[Path]:
     """Every file under version control that is still there."""
     try:

@@ -73,7 +73,7 @@ def load(
     for argument in overrides:
         override = reading.override(argument)
         if override is not None:
-            tree = override if tree is None else merge(tree, override)
+            tree = override if tree is None else merge(tree, reading.in_lists(tree, override))
     tree = tree or Node({}, Place(str(path), 1))
     checked = check_tree(tree, schema, str(path), complete=reading.complete)
     places = dict(_places(tree, ""))
@@ -125,7 +125,7 @@ class _Reading:
     """The files and arguments of one load, and the mistakes in them."""
 
     def __init__(self, allowed: SchemaNode, say: Callable[[str], None]):
-        self.keys, self.say = set(allowed.keys()), say
+        self.allowed, self.keys, self.say = allowed, set(allowed.keys()), say
         self.errors: list[tuple[Place, UserError]] = []
         self.sources: list[str] = []
         self.complete = True
@@ -193,6 +193,35 @@ class _Reading:
             node = Node({part: node}, place)
         return with_new_names(node, self.keys, self.say, self.report)
 
+    def in_lists(self, old: Node | None, new: Node, allowed: SchemaNode | None = None, key: str = "") -> Node:
+        """An argument's tree, with `sources.0.path=x` as the list that is there with the one item changed."""
+        if not isinstance(new.value, dict):
+            return new
+        allowed = allowed or self.allowed
+        (name, child), *more = new.value.items()
+        if name.isdecimal() and not more and "array" in allowed.kinds and "object" not in allowed.kinds:
+            return self._in_list(old, int(name), child, allowed, key)
+        section = allowed.section({}) or {}
+        before = old.value if old is not None and isinstance(old.value, dict) else {}
+        inner = {
+            name: self.in_lists(
+                before.get(name), child, section.get(name, allowed.value(name)), f"{key}.{name}".lstrip(".")
+            )
+            for name, child in new.value.items()
+        }
+        return Node(inner, new.place)
+
+    def _in_list(self, old: Node | None, index: int, new: Node, allowed: SchemaNode, key: str) -> Node:
+        items = list(old.value) if old is not None and isinstance(old.value, list) else []
+        if index >= len(items):
+            there = f"{key} has {len(items)} items, counted from 0" if items else f"{key} is given no list"
+            self.report(
+                new.place, UserError(f"there is no {key}.{index}: {there}", str(new.place), f"write {key}=[...]")
+            )
+            return old or Node([], new.place)
+        items[index] = merge(items[index], self.in_lists(items[index], new, allowed.item(index), f"{key}.{index}"))
+        return Node(items, new.place)
+
     def _override_problem(
         self, argument: str, key: str, equals: str, text: str, parts: list[str]
     ) -> tuple[str, str] | None:
@@ -202,8 +231,6 @@ class _Reading:
             return "settings have no dashes before them", f"write {key.lstrip('-')}={text}"
         if not all(re.fullmatch(r"[^\s=]+", part) for part in parts):
             return f"{key!r} is no dotted key", "write for example optim.dense.lr=3e-4"
-        if len(parts) > 1 and parts[-1].isdigit():
-            return "a list is replaced whole", f"write {'.'.join(parts[:-1])}=[...]"
         if parts == ["base"]:
             return "base is named in the file, not on the command line", "load another file, or set its keys"
         return None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pkm.config.load import Resolved, json_schema
 from pkm.config.load import load as load_file
 from pkm.errors import UserErrors
-from tests.support.sample_schema import Cake, Oven, too_sweet
+from tests.support.sample_schema import Cake, Cream, Jam, Oven, too_sweet
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,20 @@ def test_the_resolved_yaml_has_every_default_and_loads_to_an_equal_config() -> N
     )
     assert "degrees: 180" in resolved.yaml and "tins: [1, 2]" in resolved.yaml
     assert load(resolved.yaml).config == resolved.config
+
+
+def test_an_argument_changes_one_item_of_a_list() -> None:
+    text = GOOD + "tins: [1, 2, 3]\nlayers: [{kind: jam, fruit: plum}, {kind: cream, fat: 0.3}]\n"
+    cake = load(text, "tins.1=5", "layers.0.fruit=fig", "layers.1.fat=0.5", "notes.0=a digit").config
+    assert cake.tins == (1, 5, 3) and cake.notes == {"0": "a digit"}
+    assert cake.layers == [Jam(kind="jam", fruit="fig"), Cream(kind="cream", fat=0.5)]
+
+
+def test_an_item_that_a_list_does_not_have_is_refused() -> None:
+    (error,) = mistakes(GOOD + "tins: [1, 2]\n", "tins.2=5")
+    assert error.startswith("argument 'tins.2=5': there is no tins.2: tins has 2 items, counted from 0")
+    (error,) = mistakes(GOOD + "tins: [1, 2]\n", "tins.1=flat")
+    assert error.startswith("argument 'tins.1=flat': tins[1] must be a whole number > 0; found flat")
 
 
 class TestBase:
@@ -126,7 +140,7 @@ class TestOverrides:
             ("eggs=", "no value after the `=`\n  fix: write eggs=null"),
             ("tins=[1", "not valid YAML: a list is not closed"),
             ("oven={fan: yes, fan: no}", "fan is given twice, in one value"),
-            ("tins.0=3", "a list is replaced whole\n  fix: write tins=[...]"),
+            ("tins.0=3", "there is no tins.0: tins is given no list\n  fix: write tins=[...]"),
             ("base=x.yaml", "base is named in the file"),
             ("eggs=010", "eggs must be a whole number > 0; found 010\n  fix: a leading zero makes YAML read octal (8)"),
             ("ovem.fan=no", "ovem is no setting\n  fix: did you mean oven?"),

@@ -42,6 +42,12 @@ def run(tmp_path: Path, monkeypatch, capsys):
     return program
 
 
+def test_settings_may_stand_before_and_after_options_and_name_an_item_of_a_list(run):
+    Path("in.jsonl").rename("other.jsonl")
+    code, said = run("mine.yaml", "sources.0.path=other.jsonl", "--dry-run", "name=theirs")
+    assert code == 0 and "plan: prepared/theirs" in said and "1 files" in said
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "data").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_corpus_is_a_config_named_after_its_file(path):
     config = load(path, [], PrepareConfig, impossible).config
