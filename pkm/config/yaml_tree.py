@@ -5,9 +5,10 @@ Scalars stay text here: `3e-4`, `off`, `010` mean nothing until the schema says 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from yaml.composer import Composer
@@ -68,7 +69,18 @@ def parse(text: str, place: Callable[[int], Place], report: Report) -> Node | No
         at = place(0)
         report(at, UserError("sections or lists are nested too deeply", str(at), "remove brackets"))
         return None
-    return None if root is None else _Reading(place, report).node(root, place(root.start_mark.line))
+    if root is None:
+        return None
+    try:
+        return _Reading(place, report).node(root, place(root.start_mark.line))
+    except _TooManyNodes as error:
+        report(
+            error.place,
+            UserError(
+                f"aliases in it unfold to more than {MOST_NODES:,} values", str(error.place), "write the values out"
+            ),
+        )
+        return None
 
 
 def merge(old: Node, new: Node) -> Node:
@@ -92,21 +104,58 @@ class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
         Composer.__init__(self)
         BaseResolver.__init__(self)
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """An alias becomes a copy of what it stands for that knows where the alias is."""
+        mark = self.peek_event().start_mark if self.check_event(yaml.AliasEvent) else None
+        node = super().compose_node(parent, index)
+        if mark is not None:
+            node = copy.copy(node)
+            node.start_mark, node.alias = mark, True  # type: ignore[union-attr]
+        return node
+
 
 KNOWN_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
+MOST_NODES = 100_000
+"""Of a tree: aliases of aliases double it, or more, with every line."""
+
+
+class _TooManyNodes(Exception):
+    def __init__(self, place: Place):
+        self.place = place
 
 
 class _Reading:
-    """PyYAML's nodes -> ours."""
+    """PyYAML's nodes -> ours. What an alias brings in is placed where the alias stands, not where its anchor does."""
 
     def __init__(self, place: Callable[[int], Place], report: Report):
-        self.place, self.report = place, report
+        self._place, self._report = place, report
         self.open: list[yaml.Node] = []
+        self.nodes = 0
+        self.alias: Place | None = None
+        """Of the alias that is being read."""
+
+    def place(self, line: int) -> Place:
+        return self.alias or self._place(line)
+
+    def report(self, place: Place, error: UserError) -> None:
+        if self.alias is None:  # else it was reported at the anchor
+            self._report(place, error)
 
     def node(self, raw: yaml.Node, at: Place) -> Node:
-        if any(raw is outer for outer in self.open):
-            self.report(at, UserError("an anchor holds itself", str(at), "write the values out"))
+        self.nodes += 1
+        if self.nodes > MOST_NODES:
+            raise _TooManyNodes(at)
+        if not isinstance(raw, yaml.ScalarNode) and any(raw.value is outer.value for outer in self.open):
+            self._report(at, UserError("an anchor holds itself", str(at), "write the values out"))
             return Node(Scalar("", True), at)
+        outer = self.alias
+        self.alias = outer or (at if hasattr(raw, "alias") else None)
+        try:
+            return self._node(raw, at)
+        finally:
+            self.alias = outer
+
+    def _node(self, raw: yaml.Node, at: Place) -> Node:
         if raw.tag not in KNOWN_TAGS:
             name = raw.tag.replace("tag:yaml.org,2002:", "!!")
             self.report(at, UserError(f"the tag {name} is not used here", str(at), f"remove {name}"))
@@ -127,12 +176,16 @@ class _Reading:
     def _mapping(self, raw: yaml.MappingNode) -> dict[str, Node]:
         found: dict[str, Node] = {}
         merged: dict[str, Node] = {}
+        merges: list[Place] = []
         for key, value in raw.value:
             at = self.place(key.start_mark.line)
             if not isinstance(key, yaml.ScalarNode):
                 self.report(at, UserError("a key is not a word", str(at), "write `key: value`"))
             elif key.value == "<<" and not key.style:
                 # YAML's merge key: what stands in this mapping wins, then the earlier of the merged ones.
+                if merges:
+                    self._twice("<<", merges[0], at, "write one, with a list: `<<: [*a, *b]`")
+                merges.append(at)
                 merged = {**self._merged(value, at), **merged}
             else:
                 child = self.node(value, at)
@@ -155,9 +208,9 @@ class _Reading:
                 self.report(at, UserError("`<<` takes a section", str(at), "write `<<: *anchor` of a section"))
         return merged
 
-    def _twice(self, key: str, first: Place, second: Place) -> None:
+    def _twice(self, key: str, first: Place, second: Place, fix: str = "remove one of the two") -> None:
         lines = f"on line {first.line} and on line {second.line}" if second.line else "in one value"
-        self.report(second, UserError(f"{key} is given twice, {lines}", str(second), "remove one of the two"))
+        self.report(second, UserError(f"{key} is given twice, {lines}", str(second), fix))
 
 
 # What PyYAML says -> (what is wrong, how to fix it), for the mistakes that people make.

@@ -284,6 +284,37 @@ class TestSyntax:
         cake = load(GOOD + "oven: &hot {degrees: 250, fan: no}\nstand: {<<: *hot, degrees: 90}\n").config
         assert cake.oven == Oven(degrees=250, fan=False) and cake.stand == Oven(degrees=90, fan=False)
 
+    @pytest.mark.parametrize(
+        "stand", ["stand: {<<: *hot}", "stand: *hot", "stand:\n  <<: [*hot]", "stand: {<<: {<<: *hot}, fan: no}"]
+    )
+    def test_what_an_alias_brings_in_is_blamed_on_the_line_of_the_alias(self, stand: str) -> None:
+        # gas is text there, and a number here.
+        (error,) = mistakes(GOOD + "notes: &hot\n  gas: much\n" + stand + "\n")
+        line = 6 if "\n" in stand else 5
+        assert error.startswith(f"cake.yaml:{line}: stand.gas must be a number, or null; found much")
+
+    def test_an_item_that_is_an_alias_is_blamed_on_its_own_line(self) -> None:
+        (error,) = mistakes("name: &a plain\neggs: 3\ntins:\n  - 1\n  - *a\n")
+        assert error.startswith("cake.yaml:5: tins[1] must be a whole number > 0; found plain")
+
+    def test_a_mistake_at_an_anchor_is_not_said_again_of_its_aliases(self) -> None:
+        (error,) = mistakes(GOOD + "oven: &hot {degrees: 1, degrees: 2}\nstand: *hot\n")
+        assert error.startswith("cake.yaml:3: degrees is given twice")
+
+    def test_two_merge_keys_in_one_section_are_refused(self) -> None:
+        (error,) = mistakes(GOOD + "oven: &a {degrees: 250}\nstand:\n  <<: *a\n  <<: {fan: no}\n")
+        assert error.startswith("cake.yaml:6: << is given twice, on line 5 and on line 6") and "<<: [*a, *b]" in error
+
+    @pytest.mark.parametrize(
+        "item", ["[{}]", "{{a: {0}, b: {0}, c: {0}}}", "{{<<: [{}]}}"], ids=["list", "map", "merge"]
+    )
+    def test_aliases_that_unfold_without_end_are_refused_at_once(self, item: str) -> None:
+        lines = ["notes: &n0 {a: b}"]
+        for depth in range(1, 30):
+            inner = item.format(f"*n{depth - 1}" if "a:" in item else ", ".join([f"*n{depth - 1}"] * 9))
+            lines.append(f"layers{depth}: &n{depth} {inner}")
+        assert any("unfold to more than 100,000 values" in error for error in mistakes(GOOD + "\n".join(lines) + "\n"))
+
     def test_an_anchor_that_holds_itself_is_refused(self) -> None:
         assert any("an anchor holds itself" in error for error in mistakes(GOOD + "notes: &a {b: *a}\n"))
 
