@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +95,13 @@ def pick_precision(config: Config, device: torch.device) -> str:
     if config.precision == "tf32" and device.type != "cuda":
         raise UserError("tf32 is a mode of NVIDIA's GPUs", "precision", "choose fp32, bf16 or auto")
     return config.precision
+
+
+def settled(config: Config) -> Config:
+    """For plans: `config` with the precision it would have on this machine, or as it is where its device is not here."""
+    with suppress(UserError):
+        return config.model_copy(update={"precision": decide(config).precision})
+    return config
 
 
 def configure_torch(config: Config, compute: Compute) -> None:

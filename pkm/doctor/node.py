@@ -274,7 +274,9 @@ def _has_bf16() -> bool:
 
 def memory(config: Config, device: torch.device, ranks: int) -> Iterator[Finding]:
     """Fails where weights and Adam's moments alone are too much; activations are an estimate, which is only said."""
-    needed = training_bytes(config, vocab_size_of(config.corpus.path) or 0, ranks)
+    from pkm.device import settled
+
+    needed = training_bytes(settled(config), vocab_size_of(config.corpus.path) or 0, ranks)
     if device.type == "cuda":
         import torch
 

@@ -14,7 +14,7 @@ import torch
 from pkm.config.load import load
 from pkm.config.schema import Config
 from pkm.corpus.store import Corpus, Split, open_corpus
-from pkm.device import DTYPES, pick_device, pick_precision
+from pkm.device import DTYPES, pick_device, pick_precision, settled
 from pkm.errors import UserError
 from pkm.evaluation.speed import SECONDS
 from pkm.experiments.jobs import Job
@@ -97,7 +97,7 @@ class Estimator:
         if job.trained:
             train = start + (config.optim.steps - done) * config.optim.batch_tokens / speed + measured
             train += self._scored(config, done) / forward
-        memory = training_bytes(config, self.vocabulary(config), self.ranks).total
+        memory = training_bytes(settled(config), self.vocabulary(config), self.ranks).total
         return Estimate(train, start + measured if job.timed else 0.0, memory, basis)
 
     def _scored(self, config: Config, done: int) -> float:

@@ -16,7 +16,14 @@ PAPER_VOCABULARY = 60_014
 """BPE splits of the paper, and 14 special ids; what is counted with as long as there is no prepared corpus."""
 CHUNK_LOGITS = 2**26
 """Logits that exist at a time (pkm.model.loss, which needs torch)."""
-BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6, "auto": 4}
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6}
+
+
+def planned_precision(config: Config) -> str:
+    """What is counted with: `auto` is bf16 on a GPU, else fp32. Who knows the machine says so (pkm.device.settled)."""
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if config.device == "cuda" else "fp32"
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,7 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
 
     once: the dense weights in lower precision; the output layer's gradient; one chunk of logits and their errors.
     """
-    a, d = BYTES[config.precision], config.model.dim
+    a, d = BYTES[planned_precision(config)], config.model.dim
     block = d * (6 * a + 2 * FP32)
     feed_forward = (2 if config.model.activation == "gelu" else 1) * config.ffn * a
     m = config.memory
@@ -241,7 +248,7 @@ def traffic(config: Config, vocab_size: int, ranks: int) -> Traffic:
         norm = summed(memories * size, ranks)
     tokens = windows * config.corpus.context
     if config.parallel.values == "sharded":
-        values = of_memory.sent_sharded(m, d, tokens, ranks, BYTES[config.precision], forwards)
+        values = of_memory.sent_sharded(m, d, tokens, ranks, BYTES[planned_precision(config)], forwards)
     else:
         values = of_memory.sent_replicated(m, d, tokens, ranks, config.optim.values.update == "dense")
     return Traffic(dense, norm, memories * values)

@@ -17,6 +17,7 @@ from pkm.model.cost import (
     checkpoint_bytes,
     flops,
     parameters,
+    planned_precision,
     traffic,
     training_bytes,
 )
@@ -70,7 +71,7 @@ def _size_rows(config: Config, vocab_size: int, ranks: int) -> list[Row]:
         ("batch", f"{config.optim.batch_tokens:,} tokens", f"{config.sequences} windows, {at_once} at once a rank; "
          f"{config.optim.steps:,} steps = {amount(config.optim.steps * config.optim.batch_tokens)} tokens"),
         ("memory needed", size(needed.total), f"in training{rank}, about: weights {size(needed.weights)}, gradients up to "
-         f"{size(needed.gradients)}, Adam {size(needed.adam)}, activations {size(needed.activations)}"),
+         f"{size(needed.gradients)}, Adam {size(needed.adam)}, activations {size(needed.activations)} in {planned_precision(config)}"),
         ("checkpoint", size(checkpoint_bytes(config, vocab_size)), f"on disk, {config.checkpoint.keep} kept and the best"),
         *_traffic_rows(config, vocab_size, ranks if ranks > 1 else 8),
     ]  # fmt: skip
@@ -103,7 +104,10 @@ def table(config: Config, vocab_size: int, ranks: int = 1) -> Table:
 
 def print_plan(config: Config, ranks: int = 1) -> None:
     """Print the summary, with the vocabulary of the prepared corpus if it is there, else with the paper's."""
-    known = vocab_size_of(config.corpus.path)
+    # Imported late: torch takes seconds, and counting needs none of it.
+    from pkm.device import settled
+
+    config, known = settled(config), vocab_size_of(config.corpus.path)
     # A pipe has no width: 80 columns would break every remark.
     Console(width=None if sys.stdout.isatty() else 160).print(table(config, known or PAPER_VOCABULARY, ranks))
     if known is None:
@@ -116,8 +120,7 @@ def kernels_line(config: Config) -> str:
     """Who would compute the memories on this machine, for a dry run."""
     if config.memory is None:
         return "no memory, no kernels"
-    # Imported late: torch takes seconds, and counting needs none of it.
-    from pkm.device import pick_device
+    from pkm.device import pick_device  # late, as above
     from pkm.memory.kernels.backend import choose
 
     try:

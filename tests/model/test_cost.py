@@ -234,9 +234,21 @@ class TestBytes:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), bf16:
             model(ids[:, :-1], ids[:, 1:])
         # Logits are gone by then: the loss works out their gradient at once.
-        logits = ids[:, 1:].numel() * vocab_size * (4 + cost.BYTES[made.precision])
+        logits = ids[:, 1:].numel() * vocab_size * (4 + cost.BYTES[cost.planned_precision(made)])
         estimate = cost.training_bytes(made, vocab_size).activations - logits
         assert estimate == pytest.approx(sum(saved.values()), rel=0.25)
+
+    @pytest.mark.parametrize(("device", "means"), [("cuda", "bf16"), ("cpu", "fp32"), ("auto", "fp32")])
+    def test_precision_auto_counts_as_what_the_named_device_makes_of_it(
+        self, tmp_path: Path, device: str, means: str
+    ) -> None:
+        def needed(precision: str) -> tuple[int, int]:
+            made = config(
+                tmp_path, MINIMAL + MEMORY, f"device={device}", f"precision={precision}", "parallel.values=sharded"
+            )
+            return cost.training_bytes(made, VOCABULARY).total, traffic(made, VOCABULARY, 2).total
+
+        assert needed("auto") == needed(means) != needed("bf16" if means == "fp32" else "fp32")
 
     def test_the_chunk_of_logits_is_the_losses_own(self) -> None:
         from pkm.model.loss import CHUNK_LOGITS
@@ -277,6 +289,25 @@ class TestSummary:
         assert (
             "no corpus at" not in out and " 9 " in out
         )  # four ids that every vocabulary has, three specials, two pieces
+
+    @pytest.mark.parametrize(("bf16", "means"), [(True, "bf16"), (False, "fp32")])
+    def test_the_plan_counts_what_this_machines_gpu_makes_of_precision_auto(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        bf16: bool,
+        means: str,
+    ) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bf16)
+        summary.print_plan(config(tmp_path, MINIMAL))
+        plan = capsys.readouterr().out
+        summary.print_plan(config(tmp_path, MINIMAL, f"precision={means}"))
+        assert capsys.readouterr().out == plan and f"in {means}" in plan
 
     @pytest.mark.parametrize(
         ("number", "text"),
