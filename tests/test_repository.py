@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 # The package from the bottom up: a folder, or a file beside them, imports only from what stands above it here.
 ORDER = """
-    errors files machine format config distributed device text corpus checkpoint memory model run prepare inference
+    format errors files machine config distributed device text corpus checkpoint memory model run prepare inference
     evaluation train experiments report slurm doctor
 """.split()  # noqa: SIM905
 

@@ -65,6 +65,7 @@ def python() -> Finding:
 NEEDED = {
     "torch": ("torch", "2.11"),
     "numpy": ("numpy", None),
+    "numba": ("numba", None),
     "psutil": ("psutil", None),
     "pyyaml": ("yaml", None),
     "pydantic": ("pydantic", "2.11"),
