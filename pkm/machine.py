@@ -60,7 +60,7 @@ def processor() -> str:
 
 
 def card() -> str | None:
-    """The name of the first GPU. torch would make itself at home on it, beside the runs; so it is not asked."""
+    """The name of the first GPU, from nvidia-smi: asking torch would create a CUDA context on a GPU that runs are using."""
     try:
         asked = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
@@ -78,7 +78,7 @@ def cores() -> int:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that torch sees, as CUDA_VISIBLE_DEVICES names them. Starts nothing on them."""
+    """The GPUs that torch would see, as CUDA_VISIBLE_DEVICES names them; creates no CUDA context."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -87,7 +87,7 @@ def visible_gpus() -> list[str]:
 
 
 def lives(pid: int) -> bool:
-    """Whether there is a process of that number on this machine."""
+    """Whether a process with this id exists on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Work beside training: a thread whose error is kept for who waits for it, and copies of tensors for it to read."""
+"""Saving while training goes on: a thread that keeps its error until `wait`, and copies of tensors for it to read."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Background:
 
 
 class Copies:
-    """Copies on the CPU; their memory stays for the next ones, and is pinned where it is filled from a GPU."""
+    """Copies tensors into CPU buffers that are reused; they are pinned where the tensors are on a GPU."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors as they are now. What an earlier call returned holds them too from now on."""
+        """Copies of the tensors as they are now, in the buffers of the call before: its results are overwritten."""
         for name, tensor in tensors.items():
             kept = self._kept.get(name)
             if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):

@@ -1,4 +1,4 @@
-"""Named points at which a test may have the process killed, so that "killed at any moment" is tried and not believed."""
+"""Named points at which a test can kill the process, to test that a save may be killed at any moment."""
 
 from __future__ import annotations
 

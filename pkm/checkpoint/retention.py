@@ -1,4 +1,4 @@
-"""Which checkpoints stay: their names, the pointers `latest` and `best`, and what goes once its successor is verified.
+"""Which checkpoints are kept: their names, the pointers `latest` and `best`, and when an old one is removed.
 
 Of several ranks, rank 0 calls what writes.
 """

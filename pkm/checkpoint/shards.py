@@ -1,7 +1,7 @@
-"""How ranks share out a checkpoint's tensors: which part of each one a rank writes, and where it finds what it needs.
+"""How ranks split a checkpoint's tensors: which part of each tensor a rank writes, and in which file it finds what it reads.
 
 A manifest's entry of a tensor: {"dtype", "shape" of the whole, "parts": [{"file", "start", "shape"}, ...]}. The parts cover
-the whole once, so an entry says nothing of ranks, and any number of them can read what any other number wrote.
+the whole exactly once and do not name ranks, so any number of ranks can read what any other number wrote.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def own_parts(tensors: dict[str, Tensor], columns: Collection[str] = ()) -> dict
 
     columns    names of tensors of which each rank holds its own columns, as many as any other: it writes these
 
-    All other tensors are the same on every rank. Laid end to end they are cut, between rows, into spans of as many bytes
-    for each rank.
+    All other tensors are replicated: each rank writes some of their rows, so that all ranks write about equal bytes.
     """
     rank, ranks = dist.rank(), dist.world_size()
     parts = {}

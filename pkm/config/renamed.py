@@ -57,7 +57,7 @@ def with_new_names(
 
 
 def with_old_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """A config's tree under the names that the first version had: for what was worked out from those and must stay equal."""
+    """A config's tree under the names of the first version, for hashes that must stay the same."""
     for renamed in RENAMED:
         *sections, name = renamed.new.split(".")
         here: Any = settings

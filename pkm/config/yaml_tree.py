@@ -1,6 +1,6 @@
 """YAML text as a tree that knows the line of every key, read the same way whatever YAML's version would make of it.
 
-Scalars stay text here: `3e-4`, `off`, `010` mean nothing until the schema says what their setting holds (allowed.py).
+Scalars stay text here: `3e-4`, `off`, `010` mean nothing until the schema says what their setting holds (pkm.config.schema_node).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        # Every rank holds a part of the gradient of every rank's x: each sends the parts home, where they are added.
+        # grad[r] is this rank's gradient of rank r's x: send it to rank r, which sums what it receives.
         return _all_to_all(grad).sum(0)
 
 
@@ -59,7 +59,7 @@ def gather(x: Tensor) -> Tensor:
 
 
 def gather_differentiably(x: Tensor) -> Tensor:
-    """As `gather`; the gradients that the ranks find for this rank's x are added."""
+    """As `gather`, differentiable: backward sums all ranks' gradients of this rank's x."""
     return _Gather.apply(x)
 
 

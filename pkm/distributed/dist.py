@@ -70,7 +70,7 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def background_group() -> Group:
-    """Another way to all ranks, for a thread of its own: its collectives may pass those of the main thread."""
+    """A second gloo group, so that collectives of a save in the background do not interleave with training's."""
     return td.new_group(backend="gloo", timeout=timedelta(hours=6)) if world_size() > 1 else None
 
 
@@ -94,9 +94,10 @@ def gather_objects(obj: T, group: Group = None) -> list[T]:
 
 @contextmanager
 def raise_on_all_ranks(group: Group = None) -> Iterator[None]:
-    """A UserError that any rank meets inside is raised on every rank at the end, so that none waits for another.
+    """If any rank raises a UserError inside, every rank raises it at the end, so that none waits for another.
 
-    It is that of the lowest rank that met one; on the other ranks it is a ReportedByOtherRank.
+    Of several errors it is the lowest rank's. That rank raises it as it is and prints it; the others raise it as
+    ReportedByOtherRank, which is not printed again.
     """
     error: UserError | None = None
     try:
@@ -113,12 +114,12 @@ def raise_on_all_ranks(group: Group = None) -> Iterator[None]:
 
 
 def raised_by_rank_0(error: UserError) -> UserError:
-    """An error that every rank meets alike, to raise: rank 0 says it for all of them."""
+    """For an error that every rank raises alike: only rank 0 prints it."""
     return error if is_main() else ReportedByOtherRank(error.what, error.where, error.fix)
 
 
 def loss_of_rank(error: BaseException | None) -> str | None:
-    """What was noticed, if `error` says that another rank ended while this one was waiting for it."""
+    """The first line of `error` if a collective failed because another rank ended; None for any other error."""
     if not isinstance(error, RuntimeError):
         return None
     text = str(error).partition("This is typically")[0].strip()  # gloo's advice, which is none here

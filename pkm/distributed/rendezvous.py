@@ -1,8 +1,8 @@
-"""Where the ranks of one attempt meet.
+"""The ranks agree on a fresh key prefix after each restart, so that stale addresses are never read.
 
-torchrun keeps one store through all its restarts, and in it still stand the addresses of the ranks that died: who reads those
-first connects to nobody. Nor does it tell all nodes the same number of restarts. So the ranks first agree on a name that no
-earlier attempt can have known, by answers to questions that were never asked before, and leave everything else below it.
+torchrun keeps one key-value store through all its restarts. It still holds the addresses of ranks that died, and a rank that
+reads one of those connects to nobody. The number of restarts is no prefix: torchrun does not tell all nodes the same one. So
+each rank writes a random id, rank 0 answers under that id with a random prefix, and all other keys go below the prefix.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ WAIT = timedelta(minutes=30)
 
 
 def meet() -> tuple[Store, int, int]:
-    """By the variables that torchrun sets: a store for these ranks alone, this rank, and how many there are."""
+    """(store for these ranks alone, this rank, number of ranks), from the variables that torchrun sets."""
     store, rank, ranks = next(rendezvous("env://", timeout=WAIT))
     return fresh(store, rank, ranks), rank, ranks
 
 
 def fresh(store: Store, rank: int, ranks: int) -> Store:
-    """The part of `store` that only the ranks now calling this know. RuntimeError if one does not come in time."""
+    """`store` below a prefix that only the ranks calling this now know. RuntimeError if one does not come in time."""
     mine = uuid.uuid4().hex
     if rank != 0:
         store.set(f"hello/{rank}", mine)
@@ -35,7 +35,7 @@ def fresh(store: Store, rank: int, ranks: int) -> Store:
     deadline = time.monotonic() + WAIT.total_seconds()
     while missing:
         for other in sorted(missing):
-            # It may be a dead rank's: then the living one's takes its place, and is answered in a later round.
+            # The id may be a dead rank's. The living rank then overwrites it, and is answered in a later round.
             if store.check([f"hello/{other}"]):
                 store.set(f"answer/{store.get(f'hello/{other}').decode()}", mine)
             if store.check([f"thanks/{mine}/{other}"]):

@@ -1,4 +1,4 @@
-"""What of torchrun a run and its starter must know: its options, its age, how to end it."""
+"""How torchrun is started on one node, how long ago it began, and how it is ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 def seconds_since_torchrun() -> float:
-    """How long ago torchrun began, which starts its ranks again when one dies; 0 without it, and where /proc does not tell."""
+    """Seconds since torchrun began, restarts of its ranks included; 0 without torchrun, or where there is no /proc."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0.0
     try:
@@ -23,11 +23,11 @@ def seconds_since_torchrun() -> float:
 
 
 ONE_NODE = ("--standalone", "--local-addr=127.0.0.1")
-"""torchrun's options; by itself it takes the machine's own name, which may not resolve, and then hangs."""
+"""Options of torchrun. Without --local-addr it uses the machine's own name, and hangs where that does not resolve."""
 
 
 def kill_all(pid: int) -> None:
-    """Kill a process and all that it started: torchrun's ranks have sessions of their own."""
+    """Kill a process and all that it started. Killing its group is not enough: torchrun's ranks have sessions of their own."""
     with suppress(psutil.NoSuchProcess):
         first = psutil.Process(pid)
         for process in (*first.children(recursive=True), first):

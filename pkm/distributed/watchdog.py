@@ -1,9 +1,9 @@
-"""Ranks that watch over each other: when one dies the others end, whatever they are waiting in.
+"""When one rank dies, the others end too, even if they are blocked in a collective.
 
-gloo's collectives fail when a rank is gone; NCCL's wait on, in C, where neither exceptions nor signals reach. So every rank
-keeps a connection to rank 0 that is silent until it says goodbye. One that breaks without a goodbye is a death, which rank 0
-passes on. These are plain sockets because a thread that waits for one can be woken: one that waits in gloo cannot, and
-aborts the interpreter that ends meanwhile.
+gloo's collectives fail when a rank is gone. NCCL's go on waiting, in C code that neither exceptions nor signals interrupt.
+So every rank keeps a connection to rank 0, on which nothing is sent before it says goodbye. If it breaks without a goodbye,
+the rank has died, and rank 0 tells the others. These are plain sockets because a thread that waits on a socket can be woken;
+one that waits in gloo cannot, and aborts the interpreter if that exits meanwhile.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from contextlib import suppress
 
 from pkm.distributed import dist
 
-# What the main thread has to notice a death by itself, which it can say more about.
+# How long the main thread has to notice a death by itself: its message says more than the watchdog's.
 GRACE_SECONDS = 5.0
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0  # on a busy machine
-# A machine that is gone without closing its connections is found out after five minutes.
+# A machine that vanished without closing its connections is noticed after five minutes.
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 30, "TCP_KEEPCNT": 8}
 TOKEN_BYTES = 16
 WORD = struct.Struct("!i")  # the number of a rank that has died, or:
@@ -31,10 +31,10 @@ GOODBYE = -1
 
 
 class RankWatchdog:
-    """The other ranks of a run, from `watch` to `leave`. Alone it does nothing.
+    """Watches the other ranks of a run, from `watch` to `leave`. In a single process it does nothing.
 
-    lost    called in a thread, with what happened, when a rank has died and the main thread has not called `ending` within
-            GRACE_SECONDS: it is held up, so the process has to be ended
+    lost    called in the watchdog's thread, with what happened, when a rank has died and the main thread has not called
+            `ending` within GRACE_SECONDS: it is blocked, so the callback has to end the process
     """
 
     def __init__(self, lost: Callable[[str], object]):
@@ -62,12 +62,12 @@ class RankWatchdog:
         return [rank for rank, watched in enumerate(dist.gather_objects(self._line is not None)) if not watched]
 
     def ending(self) -> None:
-        """The main thread is on its way out: from now on no death is for the other thread to act on."""
+        """The main thread has begun to shut down: from now on the watchdog does nothing when a rank dies."""
         with self._deciding:
             self._ending.set()
 
     def leave(self, goodbye: bool) -> None:
-        """Stop watching and being watched. Without a goodbye the other ranks take it as a death."""
+        """Stop watching and being watched. Without a goodbye the other ranks treat it as a death."""
         self.ending()
         if self._line and self._thread:
             if goodbye:
@@ -114,7 +114,7 @@ class RankWatchdog:
                     _say(line, GOODBYE)
 
     def _pass_on(self, line: socket.socket, ranks: dict[socket.socket, int]) -> None:
-        """A rank has said its goodbye, or has died."""
+        """Take the last word of a rank, or its death, and tell the other ranks of a death."""
         rank = ranks.pop(line)
         with line:
             word = _heard(line)
@@ -136,7 +136,7 @@ def _say(line: socket.socket, word: int) -> None:
 
 
 def _heard(line: socket.socket) -> int | None:
-    """The next word; None if there will be none."""
+    """The next word on the connection; None if it is closed or broken."""
     try:
         return int(WORD.unpack(_read(line, WORD.size))[0])
     except (OSError, struct.error):
@@ -144,7 +144,7 @@ def _heard(line: socket.socket) -> int | None:
 
 
 def _read(line: socket.socket, size: int) -> bytes:
-    """So many bytes, or fewer if it ends before."""
+    """`size` bytes, or fewer if the connection ends before."""
     said = b""
     while len(said) < size and (more := line.recv(size - len(said))):
         said += more
@@ -159,10 +159,10 @@ def _listening() -> socket.socket:
 
 
 def _own_addresses() -> Iterator[str]:
-    """Where the other ranks may find this one, the likeliest first."""
+    """Addresses at which the other ranks may reach this one, the likeliest first."""
     master = os.environ.get("MASTER_ADDR")
     if master:
-        # Of several networks the one on which the ranks met.
+        # Where there are several networks: the one on which the ranks reach the master.
         with suppress(OSError):
             for family, kind, protocol, _, address in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
                 with socket.socket(family, kind, protocol) as route:
@@ -173,7 +173,7 @@ def _own_addresses() -> Iterator[str]:
 
 
 def _connected(token: bytes, port: int, host: str, addresses: list[str]) -> socket.socket | None:
-    """A line to rank 0, which shows by the token that it is; None if it is at none of the addresses."""
+    """A connection to rank 0, which proves by the token that it is rank 0; None if no address leads to it."""
     nearest = ["localhost"] if host == socket.gethostname() else []
     for address in dict.fromkeys(nearest + addresses):
         with suppress(OSError):
@@ -190,7 +190,7 @@ def _connected(token: bytes, port: int, host: str, addresses: list[str]) -> sock
 
 
 def _came(listener: socket.socket, token: bytes) -> tuple[socket.socket, int] | None:
-    """The line to a rank that connects, and its number; None for a stranger, who is sent away."""
+    """(connection, number) of a rank that connects; None if whoever connected does not know the token."""
     with suppress(OSError):
         line, _ = listener.accept()
         try:

@@ -21,7 +21,7 @@ from pkm.errors import UserError
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 300
-"""With a rank that is late: it may still import torch from a busy file system."""
+"""How long to wait for a late rank: it may still be importing torch from a busy file system."""
 
 
 def join() -> None:

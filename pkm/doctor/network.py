@@ -39,7 +39,7 @@ def gloo(config: Config | None) -> Finding:
 
 def nccl(config: Config | None) -> Finding:
     """Sums between GPUs, one of each rank."""
-    # An operation that fails is to raise here, instead of ending the process from a thread of its own.
+    # Make a failed operation raise here; by default NCCL's watchdog thread ends the process.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
 
     def between_gpus() -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Are the ranks of a run fit to work together? What torchrun started meets, compares and measures.
+"""Can the ranks of a run work together? The ranks that torchrun started compare what they have and measure the network.
 
 Refuses at the start what would fail at hour ten: nodes with other software, another corpus or no view of the run's
 directory, two ranks on one GPU, a network that does not carry sums, too little memory or room.
@@ -36,7 +36,7 @@ def examine(resolved: Resolved[Config] | UserError | None) -> Iterator[Finding]:
     UserError if the ranks cannot reach each other, or if none of them can read the config.
     """
     config = resolved.config if isinstance(resolved, Resolved) else None
-    # Before the ranks meet, since a rank alone computes for as long as it likes.
+    # Before the ranks meet: afterwards the others would wait for a slow rank, and time out.
     own = [] if isinstance(resolved, UserError) else list(by_itself(config))
     join()
     kinds = gather_results(lambda: kind_of(config))
@@ -79,7 +79,7 @@ class Place:
     host: str
     device: str
     unit: str = ""
-    """Which one of its kind: a GPU's UUID; empty on a CPU, which ranks share."""
+    """A GPU's UUID, to find two ranks on one GPU; empty on a CPU, which ranks may share."""
 
 
 def place(kind: str) -> Place:
@@ -124,7 +124,7 @@ def software() -> dict[str, str]:
 
 
 def same(about: str, found: Found[dict[str, str]], advice: str) -> Finding:
-    """Whether all ranks found the same; otherwise which have what."""
+    """One line if all ranks found the same; otherwise what differs, and on which ranks."""
     broken = found.failure(about)
     if broken:
         return broken
@@ -188,7 +188,7 @@ def batch(resolved: Resolved[Config], ranks: int) -> Iterator[Finding]:
 
 
 def merged(found: Sequence[list[Finding]], hosts: Sequence[str]) -> Iterator[Finding]:
-    """What ranks found out about themselves: one line where all fare alike, and those that fare worse by name."""
+    """One line for each check if all ranks agree, else the worst result with its ranks."""
     severity: list[Status] = ["ok", "note", "fail"]
     for about in dict.fromkeys(finding.about for findings in found for finding in findings):
         entries = [(rank, f) for rank, findings in enumerate(found) for f in findings if f.about == about]

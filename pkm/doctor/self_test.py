@@ -59,7 +59,7 @@ def _train(config: Config, deadline: float) -> tuple[list[float], str]:
     model = build_model(config, VOCABULARY).to(compute.device)
     optim = build_optimizers(config.optim, model)
     generator = torch.Generator().manual_seed(config.seed)
-    # Ids below 14 are special; <pad> must not come up.
+    # Ids below 14 are special ones; <pad> among them must not be drawn.
     successor = 14 + torch.randperm(VOCABULARY - 14, generator=generator)
     losses: list[float] = []
     while len(losses) < config.optim.steps and (not losses or (losses[-1] > 0.2 and time.perf_counter() < deadline)):

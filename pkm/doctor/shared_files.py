@@ -66,7 +66,7 @@ def renames(folder: Path) -> Finding:
 
 def rename(name: Path, content: str) -> list[float | None] | Finding:
     """Of each rank, the seconds until it reads `content` there, which rank 0 renamed; None where it did not."""
-    # A rank that has looked before may go on with what it remembers.
+    # A rank that read the file before may get it from its cache.
     gather_results(name.exists)
     written = gather_results(lambda: files.atomic_write(name, content) if dist.is_main() else None)
     seen = gather_results(lambda: seconds_until(lambda: name.read_text() == content))

@@ -1,4 +1,4 @@
-"""Words a second of a model at inference, measured with nothing else at work and kept as speed.json of its run.
+"""Words per second of a model at inference, measured while nothing else runs and written to speed.json of its run.
 
 As the paper does (section 4.2): forward passes over the test set after a warm-up. The paper also times models that it did
 not train; then the weights are as initialised.

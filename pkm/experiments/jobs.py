@@ -1,4 +1,4 @@
-"""The runs that grids ask for: each once, however many tables share it, and what is known of it on disk.
+"""The runs that grids need: each is listed once, however many tables show it, with its state on disk.
 
 All cells of the first seed come before those of the second, so that a grid cut short has a whole table to show.
 """
@@ -96,7 +96,7 @@ def differing(configs: Sequence[Config]) -> list[tuple[str, ...]]:
 
 
 def check(jobs: Sequence[Job], ranks: int, here: bool = True) -> None:
-    """Refuse, before anything runs, what every run would fail of.
+    """Raise, before anything runs, the errors that every run would meet.
 
     here    they will run on this machine
 

@@ -1,4 +1,4 @@
-"""The runs of a grid on this machine: as many at a time as there are workers, then their words a second one by one.
+"""Runs a grid on this machine: one run on each worker at a time; then measures their words per second one by one.
 
 Whatever ends it, the same call goes on: a run that is told to stop saves first, and what is finished is not run again.
 """
@@ -66,12 +66,12 @@ class Scheduler:
                 self._trained(task, child)
 
     def _next(self) -> Task | None:
-        """The next run that nobody is at work on."""
+        """The next run that no other process is working on."""
         for task in self.tasks:
             if task.state in ("waiting", "elsewhere"):
                 holder = lock_holder(task.job.directory / "lock")
                 if holder is None and task.state == "elsewhere" and task.job.is_finished():
-                    self._finish(task)  # by who was at work on it
+                    self._finish(task)  # another process finished it
                 elif holder is None:
                     return task
                 elif task.state == "waiting":

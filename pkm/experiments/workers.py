@@ -1,4 +1,4 @@
-"""Where runs of a grid are at work on this machine: one on each group of GPUs, or on a share of the cores."""
+"""The processes that run a grid on this machine: one on each group of GPUs, or each on a share of the cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pkm.run.stop import STOP_FILE
 
 @dataclass(frozen=True)
 class Worker:
-    """What one run at a time has to itself."""
+    """The GPUs or cores that one run at a time uses alone."""
 
     gpus: tuple[str, ...] = ()
     """As CUDA_VISIBLE_DEVICES names them; none = the CPU."""
@@ -49,9 +49,9 @@ def workers(configs: Sequence[Config], gpus: Sequence[str], gpus_per_run: int, j
     UserError for more GPUs a run than there are.
     """
     if jobs is not None and jobs < 1:
-        raise UserError(f"{jobs} runs at a time are none", "--jobs", "write at least 1")
+        raise UserError(f"--jobs {jobs} would run nothing", "--jobs", "write at least 1")
     if gpus_per_run < 1:
-        raise UserError(f"{gpus_per_run} GPUs a run are too few", "--gpus-per-run", "write at least 1")
+        raise UserError(f"a run needs at least one GPU, not {gpus_per_run}", "--gpus-per-run", "write at least 1")
     wants_cpu = all(config.device == "cpu" for config in configs)
     if not gpus or wants_cpu:
         if gpus_per_run > 1:
@@ -71,7 +71,7 @@ def workers(configs: Sequence[Config], gpus: Sequence[str], gpus_per_run: int, j
 
 
 def train_command(job: Job, ranks: int) -> list[str]:
-    """What trains a job on this machine."""
+    """The command that trains a job on this machine."""
     several = ["-m", "torch.distributed.run", *ONE_NODE, f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return [sys.executable, *several, str(TRAIN), str(job.file), *job.arguments]
 
@@ -82,7 +82,7 @@ def speed_command(job: Job) -> list[str]:
 
 @dataclass
 class RunProcess:
-    """A process that works on a job; what it says goes to a file."""
+    """A process that trains or measures a job; its output goes to a file."""
 
     job: Job
     worker: Worker
@@ -100,7 +100,7 @@ class RunProcess:
         with self.output.open("ab") as file:
             file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             self._begins = file.tell()
-            # A session of its own: a Ctrl-C on the terminal is for us, who pass it on once.
+            # A session of its own, so that a Ctrl-C on the terminal reaches only this process, which passes it on once.
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -111,7 +111,7 @@ class RunProcess:
             )
 
     def ask_to_stop(self) -> None:
-        """Once: save, then end. torchrun leaves its ranks no time after a signal, so they get a file instead."""
+        """Ask it, once, to save and end. torchrun gives its ranks no time after a signal, so they get a file STOP instead."""
         if self.asked or self.process.poll() is not None:
             return
         self.asked = True

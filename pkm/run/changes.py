@@ -54,7 +54,7 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else str(value)
 
 
-# What may change when a run is resumed: nothing here alters the numbers of a step.
+# Settings that may change when a run is resumed, because they do not change the result of any step.
 MAY_CHANGE = (
     "name",
     "runs",
@@ -68,5 +68,5 @@ MAY_CHANGE = (
     "evaluate",
     "log",
 )
-# Schedules whose learning rate at a step does not depend on how many steps follow: such a run may be made longer.
+# Schedules whose learning rate at a step does not depend on optim.steps: a run with them may be made longer.
 OPEN_ENDED = ("inverse_sqrt", "constant")

@@ -1,4 +1,4 @@
-"""The lock of a run directory: one process at a time, and a dead holder's place is taken over.
+"""The lock of a run directory: one process holds it at a time, and the lock of a dead process is taken over.
 
 The lock proper is flock on the file `lock`, which the system drops when its holder dies. Some network file systems keep
 flock to one machine or have none, so the file also says who holds it, and the holder touches it every few seconds: a
@@ -96,7 +96,7 @@ class Lock:
         holder = {}
         with suppress(OSError):  # a network file system that does not answer says nothing of others
             holder = self._holder()
-        # One without a holder may just be written.
+        # An empty file may be about to be written.
         return _described(holder) if self.token and holder and holder.get("token") != self.token else None
 
     def _write(self, file: int) -> None:
@@ -135,7 +135,7 @@ class Lock:
         return False
 
     def _touched(self) -> int:
-        # Opened each time: that makes a network file system ask its server.
+        # Opened each time, because that makes a network file system ask its server instead of its cache.
         with self.path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
 

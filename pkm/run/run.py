@@ -1,4 +1,4 @@
-"""A run's directory: whose it is now, with which settings it began, where it stands, and what it said.
+"""A run's directory: who holds its lock, the settings it began with, its status and its log.
 
 runs/NAME/config.yaml      the settings it began with, complete
           status.json      running | stopped | finished | failed, at which step, why
@@ -57,7 +57,7 @@ class Run:
 
     @classmethod
     def open(cls, config: Config, resolved_yaml: str) -> Run:
-        """Make or take up the directory of a run, and lock it.
+        """Create the directory of a run, or open the one that is there, and lock it.
 
         resolved_yaml    the config, complete, as it is written into a new run
 
@@ -92,7 +92,7 @@ class Run:
             if changed:
                 self.say("settings changed since this run began: " + ", ".join(changed))
             if self._found.get("state") == "finished" and self._found["step"] < self.config.optim.steps:
-                # It was made longer: whatever becomes of it now, it is not finished.
+                # optim.steps was raised: from now on it is not finished, whatever happens.
                 write_status(self.directory, "running", self._found["step"], None)
             if path.read_bytes() == resolved_yaml.encode():
                 return
@@ -130,11 +130,11 @@ class Run:
         return UserError(
             f"another rank has ended, and this one ends with it: {read_status(self.directory).get('reason', lost)}",
             where=str(self.directory),
-            fix="see what that rank said, here or in log.txt; the same command goes on from the newest checkpoint",
+            fix="read that rank's message, here or in log.txt; the same command goes on from the newest checkpoint",
         )
 
     def _end_with(self, lost: str) -> NoReturn:
-        """As if the main thread had noticed it, which waits where nothing reaches it."""
+        """End the process from the watchdog's thread, because the main thread is blocked in a collective."""
         with suppress(OSError, UserError):
             self._fail(RuntimeError(lost), lost)
         with suppress(OSError):
@@ -160,13 +160,13 @@ class Run:
             )
 
     def _taken_over(self, by: str) -> None:
-        """Heard in the lock's thread: the main one is to stop, and fails at its next save."""
+        """Called in the lock's thread: asks the main thread to stop, which then fails at its next save."""
         line = f"another process took {self.directory} over: {by}. This one stops and writes nothing more there"
         print(f"warning: {line}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _fail(self, error: BaseException, lost: str | None) -> None:
-        """Any rank may have to say why the run failed: the others hear of it only by its silence."""
+        """Write why the run failed. Any rank may write it: the rank that fails is the only one that knows the reason."""
         if not self.is_ours():
             return
         said = read_status(self.directory)
@@ -199,7 +199,7 @@ class Run:
 
     @contextmanager
     def stops_in_report(self, step: int) -> Iterator[None]:
-        """After the last step: whoever interrupts the report leaves a run that the same command finishes."""
+        """Around the report: if it is interrupted, the run is stopped, and the same command writes the report."""
         reason = None
         try:
             yield
@@ -213,7 +213,7 @@ class Run:
             self.say(f"stopped before the report was written ({reason}); the same command writes it")
 
     def refuse_to_begin_again(self) -> None:
-        """UserError if there must be checkpoints by what status.json said: for when none was found. Every rank calls it."""
+        """Called on every rank where no checkpoint was found: UserError if status.json said that one was written."""
         step = newest_checkpoint(self._found)
         if step > 0:
             raise dist.raised_by_rank_0(
@@ -226,7 +226,7 @@ class Run:
             )
 
     def is_finished(self, reports: bool = True) -> bool:
-        """Whether all steps that the config asks for had been done when it was opened, and the report written.
+        """Whether the run was complete when it was opened: all steps that the config asks for, and the report.
 
         reports    False where there is nothing to report on: the corpus has no test split
         """
@@ -234,7 +234,7 @@ class Run:
         return done and (self._reported or not reports)
 
     def show_report(self) -> None:
-        """Of a finished run, which has none where its corpus has no test split."""
+        """Show report.md of a finished run; there is none if its corpus has no test split."""
         path = self.directory / "report.md"
         with files.explained(path):
             text = path.read_text(encoding="utf-8") if path.exists() else None
@@ -259,7 +259,7 @@ class Run:
     def _log(self, line: str) -> None:
         if not self.is_ours():
             return
-        # A full disk is reported by what must be written; the log need not be.
+        # What must be written reports a full disk; the log may be incomplete.
         with suppress(OSError), (self.directory / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
 

@@ -1,4 +1,4 @@
-"""What stands in a run's directory about it: status.json and report.json."""
+"""status.json and report.json of a run: where it stands, and what it scored."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def write_status(directory: Path, state: State, step: int, reason: str | None, c
 
 
 def newest_checkpoint(status: dict[str, Any]) -> int:
-    """Step of a checkpoint that there must be by what status.json says; 0 if there need be none."""
-    # Earlier versions did not say. "failed" may then be at any step after the last checkpoint, or before the first.
+    """Step of a checkpoint that was written, according to a status; 0 if perhaps none was."""
+    # Earlier versions did not write it. Their "failed" may be at a step before the first checkpoint.
     return int(status.get("checkpoint", 0 if status.get("state") == "failed" else status.get("step", 0)))
 
 
 def mark_failed(directory: Path, reason: str) -> None:
-    """Write into status.json why a run failed whose process could not: it was killed, or refused before it began."""
+    """Write into status.json why a run failed, for a process that could not do it: killed, or refused before it began."""
     status = read_status(directory)
     if status.get("state") != "finished" and (status.get("state"), status.get("reason")) != ("failed", reason):
         with suppress(OSError, UserError):

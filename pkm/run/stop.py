@@ -14,9 +14,9 @@ import torch.distributed as td
 from pkm.distributed.dist import is_main, world_size
 
 STOP_FILE = "STOP"
-# Why a run was told to stop; the position is what the ranks agree on, so the last one wins where they differ.
+# Why a run was told to stop. Ranks agree on the largest position in this list, so a later reason wins over an earlier one.
 REASONS = (None, "time limit", f"{STOP_FILE} file", "SIGUSR1", "SIGINT", "SIGTERM", "failed save")
-# A terminal's Ctrl-C reaches a rank from the terminal and from torchrun: what comes so soon after the first is the same one.
+# A Ctrl-C reaches a rank twice, from the terminal and from torchrun: within so many seconds both count as one.
 SAME_CTRL_C_SECONDS = 5.0
 
 

@@ -1,7 +1,7 @@
-"""Text as keys that can be tokenized apart from each other: whitespace chunks with what their neighbours matter.
+"""Split text into chunks that can be tokenized independently, each marked with the context that it needs.
 
-Moses' rules look past a space in few cases only. A key is a chunk with one mark for each of them, so that equal keys
-have equal tokens wherever they stand:
+Chunks are what white space separates. Moses' rules look past a space in few cases only. A key is a chunk with a mark for
+each of those cases, so that equal keys have equal tokens wherever they stand:
 
 - a chunk that ends in a full stop, with whether the next one starts in lower case, with an ASCII digit or otherwise;
 - a chunk that ends a line, if it ends in a full stop, comma or apostrophe;

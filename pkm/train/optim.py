@@ -71,9 +71,9 @@ class DenseAdam:
         self.sync_step_count()
 
     def sync_step_count(self) -> None:
-        """Go on from what was copied into `state_tensors`.
+        """After moments were loaded into `state_tensors`, set Adam's step counters to the number of updates.
 
-        Adam's bias correction needs the number of updates: torch keeps it for each tensor, apex for each group.
+        Adam's bias correction reads them; torch keeps one for each tensor, apex one for each group.
         """
         for group in self.adam.param_groups:
             group["step"] = int(self.updates)

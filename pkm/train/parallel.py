@@ -18,7 +18,7 @@ from pkm.model.transformer import Transformer
 
 
 def apply_parallelism(model: Transformer, config: Config) -> Transformer:
-    """Make a model that was just built run as the config asks, before it goes to its device.
+    """Set up compilation, activation checkpointing and parallelism in a new model, before it is moved to its device.
 
     Blocks compiled or their activations recomputed in backward; with several ranks, BatchNorm over all of them and the
     values' columns shared out.
@@ -31,14 +31,14 @@ def apply_parallelism(model: Transformer, config: Config) -> Transformer:
             sharding.shard(table)
     if config.compile:
         for block in model.blocks:
-            block.compile()  # one block at a time: they share the compiled code, so it is done in the time of a few
+            block.compile()  # block by block: blocks of one kind share their compiled code, which saves most of the time
     return model
 
 
 def distribute(model: Transformer) -> nn.Module:
     """The module to call in training: with several ranks, gradients of the dense part are summed over them in backward.
 
-    The values' gradients are left alone: they are compact, or each rank's own (pkm.memory.sharding).
+    DDP skips the values: their gradients are sparse or sharded (pkm.memory.sharding).
     """
     if dist.world_size() == 1:
         return model

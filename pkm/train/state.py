@@ -1,4 +1,4 @@
-"""Where a run stands: saved with its checkpoints, restored from the newest."""
+"""The state of a run beside its tensors: saved in each checkpoint, restored from the newest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pkm.train.optim import Optimizers
 
 @dataclass
 class State:
-    """Where a run stands. Everything else of it is in the model and the optimizers."""
+    """What resuming needs beside the tensors of the model and the optimizers."""
 
     step: int = 0
     """Updates done, skipped ones included."""

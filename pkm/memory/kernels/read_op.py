@@ -54,7 +54,11 @@ def _(table: Tensor, indices: Tensor, weights: Tensor, table_id: Tensor, dtype: 
 def read_backward(
     grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, table_id: Tensor, kernels: str
 ) -> Tensor:
-    """Gradient of `read` by its weights, (N, J) in their dtype. The receiver of `table_id` gets, or applies, that of the rows."""
+    """Gradient of `read` by its weights, (N, J) in their dtype.
+
+    The rows' gradient goes to the `Values` that own the table, looked up by `table_id`; or it is applied at once, where they
+    asked for the update inside backward.
+    """
     receiver = RECEIVERS.get(int(table_id))
     step = receiver.step_inside_backward() if receiver is not None else None
     if kernels == "triton":
