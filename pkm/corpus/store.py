@@ -23,7 +23,7 @@ import numpy as np
 
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, fsync_directory, read_json, sha256
-from pkm.text.vocab import SPECIALS, Vocab
+from pkm.text.vocab import SPECIALS, UNK_ID, Vocab
 
 if TYPE_CHECKING:
     from pkm.text.encode import Encoder
@@ -32,6 +32,7 @@ FORMAT = 1
 SPLITS = ("train", "valid", "test")
 START = np.dtype("<u8")
 FLUSH_TOKENS = 1 << 21
+COUNTED_TOKENS = 1 << 22
 
 
 def id_type(vocab_size: int) -> np.dtype:
@@ -51,6 +52,8 @@ class Shard:
     max_id: int
     bin_sha256: str
     idx_sha256: str
+    unknown: int | None = None
+    """Tokens that are <unk>; None in a manifest from before they were counted."""
 
 
 class Split:
@@ -65,6 +68,8 @@ class Split:
         self.words = sum(shard.words for shard in shards)
         self.tokens = sum(shard.tokens for shard in shards)
         self.bytes = sum(shard.bytes for shard in shards)
+        counts = [shard.unknown for shard in shards]
+        self._unknown = None if None in counts else sum(count or 0 for count in counts)
         self._path = path
         self._dtype = dtype
         # An empty shard has no place in a search by token or document. None has tokens without documents.
@@ -72,6 +77,14 @@ class Split:
         self._first_token = np.cumsum([0, *(shard.tokens for shard in self._shards)])
         self._first_document = np.cumsum([0, *(shard.documents for shard in self._shards)])
         self._mapped: dict[str, np.ndarray] = {}
+
+    @property
+    def unknown_share(self) -> float:
+        """Share of <unk> among the tokens; of the first COUNTED_TOKENS where the manifest does not know."""
+        if self._unknown is not None:
+            return self._unknown / max(self.tokens, 1)
+        first = self.read(0, COUNTED_TOKENS)
+        return float((first == UNK_ID).mean()) if len(first) else 0.0
 
     def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
         if name not in self._mapped:
@@ -254,7 +267,7 @@ class ShardWriter:
         self.directory, self.name = directory, name
         self.dtype = id_type(vocab_size)
         self.ids = array("H" if self.dtype.itemsize == 2 else "I")
-        self.documents = self.words = self.bytes = self.tokens = 0
+        self.documents = self.words = self.bytes = self.tokens = self.unknown = 0
         self.max_id = -1
         self._starts = array("Q")
         self._start = 0
@@ -277,6 +290,7 @@ class ShardWriter:
         values = np.frombuffer(self.ids, self.ids.typecode) if self.ids else np.empty(0, self.dtype)
         self.max_id = max(self.max_id, int(values.max()) if len(values) else -1)
         self.tokens += len(values)
+        self.unknown += int(np.count_nonzero(values == UNK_ID))
         starts = np.frombuffer(self._starts, "Q") if self._starts else np.empty(0, START)
         contents = values.astype(self.dtype).tobytes(), starts.astype(START).tobytes()
         with explained(self.directory / self.name):
@@ -297,8 +311,18 @@ class ShardWriter:
                 file.close()
                 os.replace(temporary, self.directory / f"{self.name}.{suffix}")
             fsync_directory(self.directory)
-        digests = [digest.hexdigest() for digest in self._hashes]
-        return Shard(self.name, self.documents, self.words, self.tokens, self.bytes, self.max_id, *digests)
+        bin_sha256, idx_sha256 = (digest.hexdigest() for digest in self._hashes)
+        return Shard(
+            self.name,
+            self.documents,
+            self.words,
+            self.tokens,
+            self.bytes,
+            self.max_id,
+            bin_sha256,
+            idx_sha256,
+            self.unknown,
+        )
 
     def discard(self) -> None:
         """Remove what was written."""

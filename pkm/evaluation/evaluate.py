@@ -16,12 +16,13 @@ from torch import Tensor
 from pkm.config.schema import Config
 from pkm.corpus.batches import IGNORE, evaluation_batches
 from pkm.corpus.store import Corpus, Split
+from pkm.corpus.unknown import WARNS, percent
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.memory.usage import Usage, UsageMeter
 from pkm.model.transformer import Transformer
-from pkm.text.vocab import PAD_ID
+from pkm.text.vocab import PAD_ID, UNK_ID
 
 WARM_UP_BATCHES = 3
 
@@ -39,6 +40,10 @@ class Evaluation:
     word_perplexity: float
     bits_per_byte: float | None
     memories: dict[int, Usage]
+    unknown_share: float = 0.0
+    """Of the scored tokens, those that are <unk>."""
+    bits_per_byte_withheld: str | None = None
+    """Why bits_per_byte is None."""
 
     def record(self) -> dict[str, Any]:
         """As JSON-ready values."""
@@ -69,12 +74,13 @@ def evaluate(
     """Score the first `documents` of `split` (None = all) in windows of the context; `between` is called before each batch.
 
     perplexity per BPE token is exp(nll / tokens), per word exp(nll / words), where nll is the total over all tokens but
-    the first of the split; bits per byte is given for a whole split only. Usage and KL are those of the slots read for
+    the first of the split; bits per byte is given for a whole split only, and only where next to nothing of it is <unk>,
+    which costs little to guess and tells nothing of the bytes it stands for. Usage and KL are those of the slots read for
     the tokens scored here, over the whole pass, in float64 (paper 4.2).
     """
     word_ends = corpus.vocab.word_ends
     meters = {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
-    nll, tokens, words = 0.0, 0, 0
+    nll, tokens, words, unknown = 0.0, 0, 0, 0
     with _inference(model), recording(model):
         for inputs, targets in _batches(split, config, documents):
             between()
@@ -83,13 +89,14 @@ def evaluate(
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
+            unknown += int((targets[scored] == UNK_ID).sum())
             reads = (
                 torch.from_numpy(targets != IGNORE).flatten().to(compute.device)
             )  # never padding: what follows it is not scored
             for layer, memory in model.memories():
                 indices, weights, _ = memory.selection
                 meters[layer].update(indices, weights, reads)
-    nll, tokens, words = _sum_over_ranks(nll, tokens, words)
+    nll, tokens, words, unknown = _sum_over_ranks(nll, tokens, words, unknown)
     for meter in meters.values():
         meter.sum_over_ranks()
     if not math.isfinite(nll):
@@ -100,6 +107,13 @@ def evaluate(
     whole = documents is None or documents >= split.documents
     if whole:
         words = split.words  # Moses's own count: an unknown character within a word ends no word
+    withheld = None
+    if not whole:
+        withheld = f"{documents} of {split.documents} documents are scored"
+    elif not split.bytes:
+        withheld = "the split holds no bytes"
+    elif unknown >= WARNS * tokens:
+        withheld = f"{percent(unknown / tokens)} of the scored tokens are <unk>, which stand for bytes nobody predicted"
     return Evaluation(
         split=split.name,
         documents=split.documents if whole else int(documents or 0),
@@ -108,8 +122,10 @@ def evaluate(
         loss=nll / tokens,
         perplexity=_exp(nll / tokens),
         word_perplexity=_exp(nll / max(words, 1)),
-        bits_per_byte=nll / math.log(2) / split.bytes if whole and split.bytes else None,
+        bits_per_byte=nll / math.log(2) / split.bytes if withheld is None else None,
         memories={layer: meter.result() for layer, meter in meters.items()},
+        unknown_share=unknown / tokens,
+        bits_per_byte_withheld=withheld,
     )
 
 
@@ -147,7 +163,7 @@ def measure_speed(
             words += int(word_ends[targets[scored]].sum())
         compute.wait()
         elapsed = max(dist.gather_objects(time.perf_counter() - started))
-    _, tokens, words = _sum_over_ranks(0.0, tokens, words)
+    _, tokens, words, _ = _sum_over_ranks(0.0, tokens, words, 0)
     return Speed(
         words_per_second=words / elapsed,
         tokens_per_second=tokens / elapsed,
@@ -168,9 +184,9 @@ def _batches(split: Split, config: Config, documents: int | None) -> Iterator[tu
         yield inputs[rows], targets[rows]
 
 
-def _sum_over_ranks(nll: float, tokens: int, words: int) -> tuple[float, int, int]:
-    total = dist.all_reduce(torch.tensor([nll, tokens, words], dtype=torch.float64)).tolist()
-    return total[0], int(total[1]), int(total[2])
+def _sum_over_ranks(nll: float, *counts: int) -> tuple[float, int, int, int]:
+    total = dist.all_reduce(torch.tensor([nll, *counts], dtype=torch.float64)).tolist()
+    return total[0], int(total[1]), int(total[2]), int(total[3])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 from pkm.config.schema import Config
 from pkm.corpus.store import Corpus
+from pkm.corpus.unknown import WARNS, percent
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.evaluation.evaluate import Evaluation, Speed, evaluate, measure_speed
@@ -85,7 +86,11 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
         ("perplexity per BPE token", f"{e.perplexity:.2f}"),
         ("perplexity per word", f"{e.word_perplexity:.2f}"),
         *([("perplexity on training text", f"{fitted['perplexity']:.2f}")] if (fitted := record["training"]) else []),
-        ("bits per byte", "-" if e.bits_per_byte is None else f"{e.bits_per_byte:.4f}"),
+        (
+            "bits per byte",
+            f"{e.bits_per_byte:.4f}" if e.bits_per_byte is not None else f"- ({e.bits_per_byte_withheld})",
+        ),
+        ("<unk> among scored tokens", percent(e.unknown_share) + (" (warning)" if e.unknown_share >= WARNS else "")),
         ("words/s at inference", f"{speed.words_per_second:,.0f}"),
         ("BPE tokens/s at inference", f"{speed.tokens_per_second:,.0f}"),
         ("measured on", f"{speed.device}, {speed.precision}, {speed.batch_windows} windows of {speed.context} tokens"),

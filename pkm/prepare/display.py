@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pkm.corpus.store import SPLITS, Corpus
+from pkm.corpus.unknown import percent, shares, warning
 from pkm.files import free_bytes
 from pkm.format import printable
 from pkm.prepare.damage import examples
@@ -194,14 +195,25 @@ def show_stats(corpus: Corpus, console: Console) -> None:
     """What a corpus holds, what was dropped on the way and why."""
     manifest = corpus.manifest
     table = Table(
-        "split", "documents", "words", "tokens", "tokens a word", "text", "shards", "ids", title=str(corpus.path)
+        "split",
+        "documents",
+        "words",
+        "tokens",
+        "tokens a word",
+        "<unk>",
+        "text",
+        "shards",
+        "ids",
+        title=str(corpus.path),
     )
+    unknown = shares(corpus)
     for name in SPLITS:
         split = manifest["splits"][name]
         disk = split["tokens"] * (2 if manifest["dtype"] == "<u2" else 4)
         ratio = f"{split['tokens'] / split['words']:.3f}" if split["words"] else ""
         counts = (f"{split[key]:,}" for key in ("documents", "words", "tokens"))
-        table.add_row(name, *counts, ratio, size(split["bytes"]), f"{len(split['shards']):,}", size(disk))
+        share = percent(unknown[name]) if name in unknown else ""
+        table.add_row(name, *counts, ratio, share, size(split["bytes"]), f"{len(split['shards']):,}", size(disk))
     console.print(table)
     tokenizer = manifest["tokenizer"]
     chain = f"{'escaped, ' if tokenizer['escape'] else ''}{tokenizer['normalize'] or 'not normalized'}"
@@ -217,4 +229,6 @@ def show_stats(corpus: Corpus, console: Console) -> None:
         console.print(line)
     if named := examples(manifest["named"], "damaged", "too_large"):
         console.print(f"not readable{named}")
+    if line := warning(corpus):
+        console.print(line)
     console.print(f"fingerprint {corpus.fingerprint}")

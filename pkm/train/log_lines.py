@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pkm.config.schema import Config
 from pkm.corpus.store import Corpus
+from pkm.corpus.unknown import percent, warning
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.evaluation.evaluate import Evaluation
@@ -75,15 +76,20 @@ def log(
     run.say(log_line(state.step, config.optim.steps, record, speed, clock.left()))
 
 
-def start_line(model: Transformer, compute: Compute, step: int) -> str:
-    """What begins, or goes on: sizes, where it computes, and who computes the memories."""
+def start_line(model: Transformer, compute: Compute, corpus: Corpus, step: int) -> str:
+    """What begins, or goes on: sizes, where it computes, who computes the memories, and what the vocabulary knows not.
+
+    A second line warns of text that it does not know well enough.
+    """
     device, precision = compute.device, compute.precision
     dense, values = parameters(model)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     ranks = f", {dist.world_size()} ranks" if dist.world_size() > 1 else ""
     memories = "".join(f" | memory at layer {layer}: {memory.backend}" for layer, memory in model.memories())
+    unknown = f" | {percent(corpus.train.unknown_share)} of training tokens are <unk>" if corpus.train else ""
+    told = f"\n{line}" if (line := warning(corpus)) else ""
     begins = f"going on after step {step}" if step else "beginning"
-    return f"{begins} | {amount(dense)} dense parameters, {amount(values)} values | {device.type} ({card}{ranks}), {precision}{memories}"
+    return f"{begins} | {amount(dense)} dense parameters, {amount(values)} values | {device.type} ({card}{ranks}), {precision}{memories}{unknown}{told}"
 
 
 def log_line(step: int, steps: int, record: dict[str, Any], speed: dict[str, float], seconds_left: float) -> str:

@@ -45,7 +45,7 @@ def train(
     module = distribute(model)
     model.train()
     run.status("running", state.step)
-    run.say(start_line(model, compute, state.step))
+    run.say(start_line(model, compute, corpus, state.step))
     if dist.world_size() > 1:
         warm_up_ddp(config, compute, module, model, batches.take(state.step + 1))
 

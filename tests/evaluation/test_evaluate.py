@@ -6,11 +6,13 @@ import torch
 
 from pkm.corpus.store import open_corpus
 from pkm.device import Compute
-from pkm.evaluation.evaluate import evaluate, measure_speed
+from pkm.evaluation.evaluate import Speed, evaluate, measure_speed
+from pkm.evaluation.report import report_markdown, report_record
 from pkm.model.transformer import build_model
-from tests.support.tiny import VOCAB_SIZE, tiny_config
+from tests.support.tiny import VOCAB_SIZE, random_corpus, tiny_config
 
 CPU = Compute(torch.device("cpu"), "fp32")
+SPEED = Speed(1.0, 1.0, "cpu", "fp32", 4, 8)
 
 
 @pytest.fixture
@@ -80,8 +82,25 @@ def test_a_stride_scores_the_same_tokens_with_more_context(model, corpus):
 def test_a_part_of_a_split_has_no_bits_per_byte(model, corpus):
     part = evaluate(model, corpus, corpus.test, tiny_config(), CPU, documents=2)
     assert part.documents == 2 and part.bits_per_byte is None
+    assert part.bits_per_byte_withheld == "2 of 4 documents are scored"
     ids = corpus.test.read(0, corpus.test.document_start(2))
     assert part.words == sum(bool(corpus.vocab.word_ends[i]) for i in ids[1:])
+
+
+@pytest.mark.parametrize("unknown", [0, 1, 2, 30])
+def test_bits_per_byte_are_withheld_where_one_percent_of_the_scored_tokens_is_unknown(tmp_path, model, unknown):
+    corpus = open_corpus(random_corpus(tmp_path / "corpus", unknown=unknown))
+    measured = evaluate(model, corpus, corpus.test, tiny_config(), CPU)
+    assert measured.unknown_share == pytest.approx(unknown / 159)
+    if unknown < 2:
+        assert measured.bits_per_byte > 0 and measured.bits_per_byte_withheld is None
+    else:
+        assert measured.bits_per_byte is None
+        assert f"{100 * unknown / 159:.2f} % of the scored tokens are <unk>" in measured.bits_per_byte_withheld
+    text = report_markdown(report_record(tiny_config(), model, 1, measured, SPEED), measured, SPEED)
+    row = next(line for line in text.splitlines() if "<unk> among scored tokens" in line)
+    assert ("warning" in row) == (unknown >= 2)
+    assert ("stand for bytes nobody predicted" in text) == (unknown >= 2)
 
 
 def test_evaluation_leaves_the_model_as_it_was(model, corpus):

@@ -99,6 +99,19 @@ def test_what_is_left_out_is_shown_before_after_and_in_the_statistics(run):
     assert "left out: 1 .bak" in run("--stats", "prepared/mine")[1]
 
 
+def test_a_vocabulary_of_other_text_is_warned_of_after_preparing_and_in_the_statistics(run):
+    run("mine.yaml")
+    shown = run("--stats", "prepared/mine")[1]
+    assert "<unk>" in shown and "of the tokens of train" not in shown
+    write_jsonl(Path("upper.jsonl"), [text.upper() for text in made_articles(40)])
+    given = [f"subwords.{name}_file=prepared/mine/{name}" for name in ("codes", "vocab")]
+    status, printed = run("mine.yaml", "sources=[{path: upper.jsonl}]", "name=other", *given)
+    for shown in (printed, run("--stats", "prepared/other")[1]):
+        line = next(line for line in shown.splitlines() if line.startswith("warning: "))
+        assert "of the tokens of train" in line and "codes and vocabulary are not of this text" in line
+    assert status == 0
+
+
 def test_lines_are_not_broken_off_a_terminal_and_names_are_no_markup(run):
     folder = "a [bold]long name [x] of a folder " * 6 + "end"
     os.mkdir(folder)

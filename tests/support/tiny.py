@@ -11,7 +11,7 @@ from torch import Tensor
 from pkm.config.schema import Config, load
 from pkm.corpus.store import ShardWriter, write_manifest
 from pkm.model.transformer import Transformer
-from pkm.text.vocab import EOS_ID, SPECIALS, UNIVERSAL, Vocab
+from pkm.text.vocab import EOS_ID, SPECIALS, UNIVERSAL, UNK_ID, Vocab
 from pkm.train.optim import Optimizers
 
 VOCAB_SIZE = 50
@@ -55,8 +55,11 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def random_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
-    """A prepared corpus at `path`: `documents` train, 4 valid and 4 test documents of 40 tokens, with a pattern to learn."""
+def random_corpus(path: Path, documents: int = 60, seed: int = 0, unknown: int = 0) -> Path:
+    """A prepared corpus at `path`: `documents` train, 4 valid and 4 test documents of 40 tokens, with a pattern to learn.
+
+    unknown: how many tokens of the second document of each split are <unk>.
+    """
     path.mkdir(parents=True)
     (path / "codes").write_text("a b 1\n")
     first = len(UNIVERSAL + SPECIALS)
@@ -67,8 +70,10 @@ def random_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
     shards = {}
     for split, count in {"train": documents, "valid": 4, "test": 4}.items():
         writer = ShardWriter(path, f"{split}-00000", vocab.size)
-        for _ in range(count):
+        for number in range(count):
             ids = (rng.integers(0, 6) + np.arange(39) * rng.integers(1, 4)) % (vocab.size - first) + first
+            if number == 1:
+                ids[:unknown] = UNK_ID
             writer.ids.extend([*ids.tolist(), EOS_ID])
             writer.end_document(words=int(vocab.word_ends[ids].sum()), size=150)
         shards[split] = [writer.close()]
