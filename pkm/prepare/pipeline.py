@@ -24,7 +24,7 @@ from pkm.prepare.input.sources import Input, Piece, list_inputs, needs_unpacking
 from pkm.prepare.settings import PrepareConfig
 from pkm.prepare.spool import spooled_index
 from pkm.prepare.stage import Progress, Stage
-from pkm.prepare.subwords import learn
+from pkm.prepare.subwords import check_given, learn
 from pkm.prepare.work_directory import (
     discard_stale,
     listing,
@@ -66,6 +66,7 @@ def prepare(config: PrepareConfig, show: Show, say: Callable[[str], None]) -> Ou
                 shutil.rmtree(work)
         return Outcome(fresh=False)
     outcome = Outcome(fresh=True)
+    check_given(config)
     left_out = LeftOut()
     inputs = list_inputs(config, left_out)
     with working_directory(final) as work:
@@ -167,12 +168,12 @@ def _decide(config: PrepareConfig, damage: DamageLimit, work: Path, say: Callabl
         what = f"there is no article in the input (dropped: {dropped})" + examples(damage.named, "damaged", "too_large")
         raise UserError(what, "sources", "check paths, `format`, `documents`, `column`, and `filters`")
     if decision.distinct <= held.valid + held.test:
-        few = max(1, decision.distinct // 20)
+        valid, test = _fewer_held_out(decision.distinct, held.valid, held.test)
         raise UserError(
             f"there are {decision.distinct} different articles (dropped: {dropped}), too few to hold out {held.valid} for "
-            f"validation and {held.test} for test",
+            f"validation and {held.test} for test and train on the others",
             where="held_out",
-            fix=f"hold out fewer, for example held_out.valid={few} held_out.test={few}, or add text",
+            fix=f"add text, or hold out fewer, for example held_out.valid={valid} held_out.test={test}",
         )
     for unit, fates in enumerate(decision.fates):
         with explained(work):
@@ -184,6 +185,13 @@ def _decide(config: PrepareConfig, damage: DamageLimit, work: Path, say: Callabl
         f"{decision.distinct:,} different articles: {decision.documents[Assignment.VALID]:,} valid, "
         f"{decision.documents[Assignment.TEST]:,} test; dropped: {dropped}, {decision.documents[Assignment.DUPLICATE]:,} duplicates"
     )
+
+
+def _fewer_held_out(articles: int, valid: int, test: int) -> tuple[int, int]:
+    """Numbers of articles to hold out, none above what was asked, that leave some to train on: about a twentieth each."""
+    few = max(1, articles // 20)
+    valid = min(valid, few, articles - 1)
+    return valid, min(test, few, articles - 1 - valid)
 
 
 def _train_bytes(stem: Path, fates: np.ndarray) -> int:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pkm.text.vocab import UNIVERSAL, may_be_a_piece
+
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -129,6 +131,14 @@ def impossible(config: PrepareConfig) -> list[tuple[str, str, str]]:
         found.append(
             (f"subwords.{missing}", "codes and vocabulary go together", "give both files, or neither to learn")
         )
+    specials = config.subwords.specials
+    for number, special in enumerate(specials):
+        key = f"subwords.specials[{number}]"
+        if special in UNIVERSAL or special in specials[:number]:
+            found.append((key, f"{special} is there already", "give every mark a name of its own"))
+        elif config.subwords.codes_file is None and may_be_a_piece(special, config.tokenizer.escape):
+            fix = f"write it so that no word of a text can be it, such as <{special.strip('<>@') or 'mark'}>"
+            found.append((key, f"{special} may be a word of the text, or a part of one", fix))
     if config.executor == "slurm" and config.slurm.partition is None:
         found.append(("slurm.partition", "SLURM needs a partition", "name one (`sinfo` lists them)"))
     if config.filters.max_words is not None and config.filters.max_words < config.filters.min_words:

@@ -25,7 +25,9 @@ def learn(
 ) -> None:
     """Write `codes`, then `vocab`, into a directory. counts: files of `word count` lines, zst."""
     if config.subwords.codes_file is not None and config.subwords.vocab_file is not None:
-        _take(config.subwords.codes_file, config.subwords.vocab_file, config.subwords.specials, into)
+        check_given(config)
+        atomic_write(into / "codes", config.subwords.codes_file.read_bytes())
+        atomic_write(into / "vocab", config.subwords.vocab_file.read_bytes())
         return
     from pkm.text.bpe import count_pieces
     from pkm.text.bpe import learn as learn_codes
@@ -37,8 +39,10 @@ def learn(
         raise UserError("there is no word to learn subwords from", "sources", "check what the corpus is read from")
     say(f"learning {config.subwords.codes:,} merges from {len(words):,} different words")
     codes = learn_codes(words, config.subwords.codes)
+    pieces = count_pieces(codes, words)
+    _frequent(pieces, config.subwords.min_count)
+    vocab = Vocab.from_counts(pieces, config.subwords.min_count, config.subwords.specials)
     atomic_write(into / "codes", codes.to_bytes())
-    vocab = Vocab.from_counts(count_pieces(codes, words), config.subwords.min_count, config.subwords.specials)
     atomic_write(into / "vocab", vocab.to_bytes())
     stages["learning subwords"] = {
         "tasks": 1,
@@ -62,12 +66,22 @@ def merged(paths: Sequence[Path]) -> Counter[str]:
     return total
 
 
-def _take(codes_file: Path, vocab_file: Path, specials: tuple[str, ...], into: Path) -> None:
-    """Copy given codes and vocabulary, if they load."""
+def check_given(config: PrepareConfig) -> None:
+    """UserError where given codes and vocabulary do not load: before anything is read, as that may take hours."""
     from pkm.text.bpe import Codes
     from pkm.text.vocab import Vocab
 
-    Codes.load(codes_file)
-    Vocab.load(vocab_file, specials)
-    atomic_write(into / "codes", codes_file.read_bytes())
-    atomic_write(into / "vocab", vocab_file.read_bytes())
+    if config.subwords.codes_file is not None and config.subwords.vocab_file is not None:
+        Codes.load(config.subwords.codes_file)
+        Vocab.load(config.subwords.vocab_file, config.subwords.specials)
+
+
+def _frequent(pieces: Counter[str], min_count: int) -> None:
+    """UserError where none of the pieces is frequent enough for a vocabulary."""
+    most = max(pieces.values(), default=0)
+    if most < min_count:
+        raise UserError(
+            f"no subword is seen {min_count} times in the sample, so that the vocabulary would be empty",
+            where="subwords.min_count",
+            fix=f"the most frequent is seen {most} times: ask for far less than that (the default is 1), or for a larger sample",
+        )

@@ -85,6 +85,20 @@ class Vocab:
         return isinstance(piece, str) and self._ids.get(piece, -1) >= self.first
 
 
+def may_be_a_piece(name: str, escape: bool) -> bool:
+    """Whether subwords learned from Moses tokens may hold a piece of this name. escape: they are written with entities.
+
+    Moses splits symbols off whatever stands beside them, so what holds one and anything else is never in a token.
+    """
+    from pkm.text.moses_rules import split_symbols
+
+    name = name.removesuffix(CONTINUES)
+    if escape:
+        # These come back with the entities: &apos;s is one token.
+        name = name.translate(dict.fromkeys(map(ord, "&#;")))
+    return len(split_symbols(name).split()) <= 1
+
+
 def read_counts(path: str | Path, taken: Iterable[str] = ()) -> dict[str, int]:
     """Read `piece count` lines in their order. Raises UserError naming file:line for anything else.
 

@@ -6,16 +6,19 @@ import gzip
 import json
 import lzma
 import os
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from pkm.corpus.store import open_corpus
 from pkm.errors import UserError
-from pkm.prepare import tasks, work_directory
+from pkm.prepare import pipeline, tasks, work_directory
 from pkm.text.vocab import EOS_ID
 from tests.prepare.conftest import content, made_articles, write_jsonl
 
@@ -320,7 +323,7 @@ def test_an_unfinished_preparation_goes_on_and_redoes_only_what_changed_settings
     work = Path("prepared/out.preparing")
     spool = work / "read" / "00000.docs"
     before = spool.stat().st_mtime_ns
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="absent: .*No such file"):
         prepared("in.jsonl", subwords={"codes_file": "absent", "vocab_file": "absent"})
     assert spool.stat().st_mtime_ns == before
     out = prepared("in.jsonl")
@@ -350,6 +353,49 @@ def test_specials_are_a_setting_and_move_the_ids_of_subwords(prepared):
     assert two.fingerprint != ten.fingerprint
     with pytest.raises(UserError, match="<s>"):
         prepared("in.jsonl", "odd", subwords={"codes": 50, "specials": ["<s>"]})
+
+
+@pytest.mark.parametrize("codes", [1, 200])
+def test_a_min_count_above_all_counts_is_named_with_the_highest_and_nothing_is_half_written(prepared, codes):
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+    with pytest.raises(UserError, match="no subword is seen 1000000 times") as caught:
+        prepared("in.jsonl", subwords={"codes": codes, "min_count": 1_000_000})
+    assert caught.value.where == "subwords.min_count"
+    most = int(re.search(r"is seen (\d+) times: ask", str(caught.value))[1])
+    assert not list(Path("prepared/out.preparing/learn").iterdir())
+    assert open_corpus(prepared("in.jsonl", subwords={"codes": codes, "min_count": most})).vocab.size >= 15
+
+
+@given(articles=st.integers(1, 400), valid=st.integers(0, 500), test=st.integers(0, 500))
+def test_the_advice_on_held_out_articles_can_be_followed(articles, valid, test):
+    assume(articles <= valid + test)
+    fewer_valid, fewer_test = pipeline._fewer_held_out(articles, valid, test)
+    assert 0 <= fewer_valid <= valid and 0 <= fewer_test <= test
+    assert fewer_valid + fewer_test < articles
+    if articles > 2:
+        assert (fewer_valid > 0, fewer_test > 0) == (valid > 0, test > 0)
+
+
+@pytest.mark.parametrize("articles", [1, 2, 3, 25])
+def test_following_the_advice_on_held_out_articles_gives_a_corpus(prepared, articles):
+    write_jsonl(Path("in.jsonl"), made_articles(articles))
+    with pytest.raises(UserError, match="too few to hold out") as caught:
+        prepared("in.jsonl", held_out={"valid": articles, "test": articles})
+    valid, test = map(int, re.search(r"held_out.valid=(\d+) held_out.test=(\d+)", caught.value.fix).groups())
+    assert open_corpus(prepared("in.jsonl", held_out={"valid": valid, "test": test})).train.documents >= 1
+
+
+def test_given_codes_that_do_not_load_are_named_before_anything_is_read(prepared):
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+    Path("codes").write_text("a b 3\n")
+    for lines_of_vocab, named in (
+        ("a 5\n<special0> 3\n", "vocab:2: the piece '<special0>' is the name"),
+        ("", "is empty"),
+    ):
+        Path("vocab").write_text(lines_of_vocab)
+        with pytest.raises(UserError, match=named):
+            prepared("in.jsonl", subwords={"codes_file": "codes", "vocab_file": "vocab"})
+        assert not Path("prepared").exists()
 
 
 def test_xlm_normalization_and_escaping_are_recorded_and_applied(prepared):

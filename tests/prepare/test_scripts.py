@@ -72,6 +72,23 @@ def test_settings_that_contradict_each_other_are_named_at_once(tmp_path: Path):
     assert len(caught.value.errors) == 3
 
 
+@pytest.mark.parametrize(
+    ("specials", "named"),
+    [("[<a>, news]", "news may be a word"), ("[new@@]", "new@@ may be a word"), ("[<a>, <b>, <a>]", "<a> is there already"),
+     ("[<unk>]", "<unk> is there already")],
+)  # fmt: skip
+def test_marks_that_a_text_could_hold_are_refused_before_anything_is_read(run, specials, named):
+    status, printed = run("mine.yaml", f"subwords.specials={specials}")
+    assert status == 2 and named in printed and "subwords.specials" in printed
+    assert not Path("prepared").exists()
+
+
+def test_given_codes_may_go_with_any_mark_that_is_not_among_them(run):
+    run("mine.yaml")
+    given = [f"subwords.{name}_file=prepared/mine/{name}" for name in ("codes", "vocab")]
+    assert run("mine.yaml", "name=other", "subwords.specials=[qqq]", *given)[0] == 0
+
+
 def test_a_dry_run_shows_files_sizes_time_and_disk_and_does_nothing(run):
     status, printed = run("mine.yaml", "--dry-run")
     assert status == 0

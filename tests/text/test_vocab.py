@@ -1,7 +1,11 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pkm.errors import UserError
-from pkm.text.vocab import UNK_ID, Vocab
+from pkm.text.bpe import count_pieces, count_words, learn
+from pkm.text.moses import tokenize
+from pkm.text.vocab import SPECIALS, UNK_ID, Vocab, may_be_a_piece
 
 
 def test_ids_are_specials_then_the_files_lines(tmp_path):
@@ -57,3 +61,21 @@ def test_an_empty_vocabulary_and_a_folder_are_user_errors(tmp_path):
 def test_a_piece_given_twice_is_a_user_error():
     with pytest.raises(UserError, match="'the' comes twice"):
         Vocab(["the", "of", "the"], [3, 2, 1])
+
+
+@given(
+    st.lists(st.text("ab.,'`-<>|&;#[]@_ \u00e9", min_size=1, max_size=8), min_size=1, max_size=5),
+    st.booleans(),
+    st.integers(1, 40),
+)
+@settings(max_examples=500)
+def test_no_piece_of_learned_subwords_has_a_name_that_none_may_have(lines, escape, merges):
+    words = count_words([tokenize("\n".join(lines), escape)])
+    if words:
+        codes = learn(words, merges)
+        assert all(may_be_a_piece(piece, escape) for piece in count_pieces(codes, words))
+
+
+@pytest.mark.parametrize("name", (*SPECIALS, "<news>", "[SEP]", "<|end|>", "__date__"))
+def test_marks_as_people_write_them_are_no_pieces(name):
+    assert not may_be_a_piece(name, False) and not may_be_a_piece(name, True)
