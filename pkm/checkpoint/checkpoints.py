@@ -26,7 +26,7 @@ from pkm.checkpoint import load, shards
 from pkm.checkpoint.background import Background, Copies
 from pkm.checkpoint.load import Loaded
 from pkm.checkpoint.retention import Retention
-from pkm.checkpoint.save import Save, publish, stage
+from pkm.checkpoint.save import Save, publish, refuse_not_finite, stage
 from pkm.distributed import dist
 
 
@@ -85,14 +85,15 @@ class Checkpoints:
         best       keep this one until a better one is saved
         columns    names of tensors of which each rank holds its own columns
 
-        UserError, on every rank, if one of them cannot write; the checkpoints before stay as they were and no half of this
+        UserError, on every rank, if a number is not finite or one rank cannot write; the checkpoints before stay as they were and no half of this
         one remains. In the background that is the error of `wait`, or of the next `save`.
         """
         self.wait()
+        parts = shards.own_parts(tensors, columns)
         with stage(step, self._kept, None):
+            refuse_not_finite(parts)
             if dist.is_main():
                 self.before_save()
-        parts = shards.own_parts(tensors, columns)
         total_bytes = shards.total_bytes(tensors, columns)
         if not self.in_background:
             self._publish(Save(step, parts, total_bytes, record, best), None)

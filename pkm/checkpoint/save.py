@@ -103,6 +103,21 @@ def stage(step: int, kept: Retention, group: dist.Group) -> Iterator[None]:
             raise _cannot_save(step, kept, error) from error
 
 
+def refuse_not_finite(parts: dict[str, shards.Part]) -> None:
+    """UserError that names the tensors with NaN or infinities: saved, they would push out checkpoints that are good.
+
+    One pass over the numbers where they lie, without a copy.
+    """
+    of_numbers = {name: part.tensor for name, part in parts.items() if part.tensor.is_floating_point()}
+    bad = [n for n, t in of_numbers.items() if t.numel() and not all(end.isfinite() for end in t.detach().aminmax())]
+    if bad:
+        more = f" and {len(bad) - 3} more" if bad[3:] else ""
+        raise UserError(
+            f"there are numbers that are not finite in {', '.join(bad[:3])}{more}",
+            fix="lower optim.dense.lr or optim.values.lr, or warm up longer, in a run with another name",
+        )
+
+
 def _write(save: Save, unfinished: Path, kept: Retention, group: dist.Group) -> None:
     with stage(save.step, kept, group):
         kill_points.point("checkpoint:begin")

@@ -26,7 +26,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path):
         "empty": torch.zeros(0, 7),
         "transposed": torch.randn(4, 5).t(),
         "slice": torch.randn(6, 6)[1:3, ::2],
-        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "minus zero": torch.tensor([0.0, -0.0]),
         "parameter": torch.nn.Parameter(torch.randn(3)),
     }
     record = {"loss": 0.1, "best": float("inf"), "list": [1, None, "ü\n"], "nested": {"b": 1, "a": 2}}
@@ -186,3 +186,27 @@ def test_checkpoints_that_cannot_be_written_or_read_are_named(tmp_path):
     error = error_of(lambda: Checkpoints(root, 1).newest(), UserError, before=without_root)
     assert "cannot list the checkpoints: Permission denied" in error
     os.chmod(root, 0o777)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused_and_the_good_ones_stay(tmp_path, in_background, bad):
+    saved(tmp_path, 1, 2)
+    checkpoints = Checkpoints(tmp_path, keep=1, in_background=in_background)
+    tensors = weights(3) | {"moments": torch.zeros(4, 5, dtype=torch.bfloat16)}
+    tensors["moments"][3, 1] = bad
+    with pytest.raises(UserError, match=r"step 3: there are numbers that are not finite in moments") as caught:
+        checkpoints.save(3, tensors, {})
+    assert "goes on from step 2" in caught.value.fix
+    assert names(tmp_path) == ["latest", "step-0000001", "step-0000002"] and holds(checkpoints.newest(), 2)
+
+
+def test_numbers_of_any_kind_and_none_at_all_are_finite(tmp_path):
+    tensors = {
+        "large": torch.tensor([1e300, -1e300], dtype=torch.float64),
+        "none": torch.empty(0, 3),
+        "flag": torch.tensor(True),
+    }
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, tensors, {})
+    assert checkpoints.steps() == [1]

@@ -10,7 +10,7 @@ from pkm.evaluation.evaluate import evaluate
 from pkm.inference.trained import load_trained
 from pkm.model.transformer import Transformer
 from pkm.run.metrics import read
-from pkm.train.optim import LossScale
+from pkm.train.optim import LossScale, Optimizers
 from tests.support.tiny import everything, random_corpus
 
 
@@ -81,6 +81,21 @@ def test_a_skipped_step_leaves_no_trace_but_its_number(train, nan_at, update, ke
     assert (state.step, state.skipped, state.skipped_in_a_row) == (5, 1, 1)
     after = everything(model, optim)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_run_with_a_weight_that_is_not_finite_ends_and_its_good_checkpoints_stay(train, tmp_path, monkeypatch):
+    update = Optimizers.step
+
+    def breaks_a_weight(self, step, norms):
+        update(self, step, norms)
+        if step == 8:
+            self.values.tables[0].weight.data[0] = float("inf")
+
+    monkeypatch.setattr(Optimizers, "step", breaks_a_weight)
+    with pytest.raises(UserError, match=r"step 8: .* not finite in model.blocks.1.memory.values.weight"):
+        train(checkpoint={"every_steps": 2, "keep": 1}, evaluate={"every_steps": 100})
+    checkpoints = Checkpoints(tmp_path / "runs" / "tiny" / "checkpoints", keep=1)
+    assert checkpoints.steps() == [6]
 
 
 def test_fp16_with_a_scaled_loss_learns_as_fp32_does(train, fp16):
