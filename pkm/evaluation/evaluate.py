@@ -33,6 +33,8 @@ class Evaluation:
 
     split: str
     documents: int
+    context: int
+    stride: int
     tokens: int
     words: int
     loss: float
@@ -115,8 +117,7 @@ def evaluate(
     elif unknown >= WARNS * tokens:
         withheld = f"{percent(unknown / tokens)} of the scored tokens are <unk>, which stand for bytes nobody predicted"
     return Evaluation(
-        split=split.name,
-        documents=split.documents if whole else int(documents or 0),
+        **conditions(config, split, documents),
         tokens=tokens,
         words=words,
         loss=nll / tokens,
@@ -127,6 +128,17 @@ def evaluate(
         unknown_share=unknown / tokens,
         bits_per_byte_withheld=withheld,
     )
+
+
+def conditions(config: Config, split: Split, documents: int | None) -> dict[str, Any]:
+    """What a loss depends on besides the model and the corpus: only losses under the same are to be compared."""
+    context = config.corpus.context
+    return {
+        "split": split.name,
+        "documents": min(documents or split.documents, split.documents),
+        "context": context,
+        "stride": config.evaluate.stride or context,
+    }
 
 
 def scored_tokens(config: Config, corpus: Corpus) -> int:

@@ -55,9 +55,12 @@ class Run:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The validation record of the lowest perplexity; empty before the first."""
-        valid = [record for record in self.of_kind("valid") if record.get("perplexity") is not None]
-        return min(valid, key=lambda record: record["perplexity"], default={})
+        """The validation record of the lowest loss, of those that measure what the newest does; empty before the first."""
+        valid = [record for record in self.of_kind("valid") if record.get("loss") is not None]
+        alike = [
+            r for r in valid if all(r.get(key) == valid[-1].get(key) for key in ("documents", "context", "stride"))
+        ]
+        return min(alike, key=lambda record: record["loss"], default={})
 
     @property
     def evaluation(self) -> dict[str, Any]:

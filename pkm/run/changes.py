@@ -51,7 +51,7 @@ def _why_not(key: str, before: Any, now: Any, config: Config) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else str(value)
+    return "null" if value is None else str(value)
 
 
 # Settings that may change when a run is resumed, because they do not change the result of any step.

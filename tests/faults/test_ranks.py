@@ -135,7 +135,8 @@ def test_a_rank_held_up_ends_with_the_reason_of_the_one_that_failed(runs):
 
 def test_a_loss_that_is_no_number_on_one_rank_is_skipped_on_all(runs):
     for name, rank in (("run", 0), ("other", 1)):
-        assert codes(runs.run_ranks(2, name, "optim.steps=9", on={rank: {"nan": 7}})) == [0, 0]
+        ended = runs.run_ranks(2, name, "optim.steps=9", on={rank: {"nan": 7}})
+        assert codes(ended) == [0, 0], [end.err for end in ended]
         assert "step 7 skipped" in runs.log(name)
         assert [record["skipped"] for record in runs.metrics(name) if record["kind"] == "train"][5:8] == [0, 1, 1]
     assert runs.outcome("run")["checkpoints"] == runs.outcome("other")["checkpoints"]

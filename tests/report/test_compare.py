@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import socket
@@ -50,7 +51,12 @@ def make(root, tmp_path):
             speed = {"tokens_per_second": 64.0 if step == 5 else 128.0, "peak_memory_bytes": step * 2**28}
             records.append({"kind": "train", "step": step, "loss": loss + 1 / step, "memories": {}, **speed})
             if step % 10 == 0:
-                scores = {"perplexity": 100 / step + loss, "tokens": tokens, "memories": memories}
+                scores = {
+                    "perplexity": 100 / step + loss,
+                    "loss": math.log(100 / step + loss),
+                    "tokens": tokens,
+                    "memories": memories,
+                }
                 records.append({"kind": "valid", "step": step, **scores})
         (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         if state == "finished":
@@ -104,6 +110,15 @@ class TestTable:
             }
             == row
         )
+
+    def test_the_best_validation_is_of_those_that_measure_what_the_newest_does(self, make):
+        directory = make("a")
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        easy = {"kind": "valid", "step": 5, "loss": 0.5, "perplexity": 1.65, "tokens": 10, "documents": 1}
+        records = [r | ({"documents": 4} if r["kind"] == "valid" else {}) for r in lines]
+        (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [easy, *records]))
+        (row,) = shown(read([directory])).values()
+        assert (row["best valid ppl"], row["at step"]) == ("7.00", "20")
 
     def test_speed_measured_alone_goes_before_that_of_the_report(self, make):
         directory = make("a")

@@ -83,7 +83,7 @@ def test_a_run_that_began_under_old_names_of_settings_is_taken_up_and_has_the_ne
 
 def test_a_memory_that_was_not_there_is_a_change(opened):
     opened(memory=None).__exit__(None, None, None)
-    with pytest.raises(UserError, match=r"memory.sub_keys: nothing -> 8"):
+    with pytest.raises(UserError, match=r"memory.sub_keys: null -> 8"):
         opened()
 
 

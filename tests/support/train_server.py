@@ -282,7 +282,9 @@ def _spoil_loss(step: int) -> None:
 
     backward, steps = training_step.backward, itertools.count(1)
 
-    def spoilt(*before: Any) -> Any:
+    def spoilt(*before: Any, **of_warm_up: Any) -> Any:
+        if of_warm_up:
+            return backward(*before, **of_warm_up)
         *others, scale, measures = before
         return backward(*others, float("nan") if next(steps) == step else scale, measures)
 

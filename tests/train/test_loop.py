@@ -11,6 +11,7 @@ from pkm.inference.trained import load_trained
 from pkm.model.transformer import Transformer
 from pkm.run.metrics import read
 from pkm.train.optim import LossScale, Optimizers
+from tests.support.checkpoints import rewritten
 from tests.support.tiny import everything, random_corpus
 
 
@@ -152,6 +153,64 @@ def test_accumulation_takes_the_same_steps_as_one_big_batch(train):
         )
         curves.append(losses(directory))
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"documents": None}, {"stride": 1}])
+def test_best_starts_anew_when_a_resumed_run_validates_on_something_else(train, capsys, change):
+    first = {"documents": 1, "every_steps": 5}
+    _, _, state, directory = train(optim={"steps": 10}, evaluate=first)
+    # As if what was measured then could not be reached any more.
+    _set_state(directory, best_loss=0.01)
+    old = load_trained(directory, "best").step
+    _, _, state, _ = train(optim={"steps": 12}, evaluate=first)
+    assert state.best_loss == 0.01 and load_trained(directory, "best").step == old
+    capsys.readouterr()
+    _, _, state, _ = train(optim={"steps": 14}, evaluate=first | change)
+    said = capsys.readouterr().out
+    assert "validation measures something else now" in said and ("documents 1 -> 4" in said or "stride 8 -> 1" in said)
+    valid = [r for r in read(directory / "metrics.jsonl") if r["kind"] == "valid"]
+    assert state.best_loss == valid[-1]["loss"] > 0.01 and load_trained(directory, "best").step == 14
+    train(optim={"steps": 15}, evaluate=first | change)
+    assert "something else" not in capsys.readouterr().out
+
+
+def test_the_best_of_before_stays_until_the_next_validation(train):
+    _, _, _, directory = train(optim={"steps": 10}, evaluate={"documents": 1})
+    train(optim={"steps": 10}, evaluate={"documents": None}, checkpoint={"keep": 1})
+    assert load_trained(directory, "best").step == 10
+
+
+@pytest.mark.parametrize("documents, kept", [(4, True), (1, False)])
+def test_a_checkpoint_that_does_not_say_what_its_best_loss_was_measured_on_loads(train, documents, kept, capsys):
+    _, _, _, directory = train(optim={"steps": 10}, evaluate={"documents": 4})
+    _set_state(directory, best_on=None)
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    old = [{key: value for key, value in r.items() if key not in ("context", "stride")} for r in lines]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in old))
+    capsys.readouterr()
+    _, _, state, _ = train(optim={"steps": 11}, evaluate={"documents": documents, "every_steps": 100})
+    assert state.step == 11 and ("something else" not in capsys.readouterr().out) == kept
+
+
+def test_what_a_checkpoint_says_is_json_also_before_the_first_validation(train):
+    _, _, _, directory = train(optim={"steps": 5}, evaluate={"every_steps": 100})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    for manifest in directory.glob("checkpoints/*/manifest.json"):
+        json.loads(manifest.read_text(), parse_constant=refuse)
+    _, _, state, _ = train(optim={"steps": 6}, evaluate={"every_steps": 100})
+    assert state.step == 6
+
+
+def _set_state(directory, **values):
+    """Change what the checkpoints say of the run; None takes it away."""
+    for path in directory.glob("checkpoints/step-*"):
+        record = json.loads((path / "manifest.json").read_text())["record"]
+        record["state"] |= values
+        record["state"] = {key: value for key, value in record["state"].items() if value is not None}
+        rewritten(path, record=record)
 
 
 def test_best_is_the_checkpoint_with_the_lowest_validation_loss(train):
