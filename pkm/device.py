@@ -10,6 +10,7 @@ import torch
 
 from pkm.config.schema import Config
 from pkm.errors import UserError
+from pkm.machine import cpu_has_bf16, keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -84,12 +85,13 @@ def pick_device(config: Config) -> torch.device:
 
 
 def pick_precision(config: Config, device: torch.device) -> str:
-    """fp32, tf32, bf16 or fp16: `config.precision`, or for `auto` bf16 on a GPU that has it, else fp32.
+    """fp32, tf32, bf16 or fp16: `config.precision`, or for `auto` bf16 on a GPU or CPU that has it, else fp32.
 
     UserError for fp16 on a CPU or tf32 without CUDA.
     """
     if config.precision == "auto":
-        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        there = {"cuda": torch.cuda.is_bf16_supported, "cpu": cpu_has_bf16}.get(device.type)
+        return "bf16" if there is not None and there() else "fp32"
     if config.precision == "fp16" and device.type == "cpu":
         raise UserError("fp16 needs a GPU: its loss scaling is made for one", "precision", "choose bf16, fp32 or auto")
     if config.precision == "tf32" and device.type != "cuda":
@@ -105,9 +107,11 @@ def settled(config: Config) -> Config:
 
 
 def configure_torch(config: Config, compute: Compute) -> None:
-    """Settings of torch that hold for the whole process: the GPU, threads, and the precision of fp32 products."""
+    """Settings that hold for the whole process: the GPU, threads, memory on a CPU, and the precision of fp32 products."""
     if compute.device.type == "cuda":
         torch.cuda.set_device(compute.device)  # Triton's kernels, streams and copies take the current one
+    else:
+        keep_freed_memory()
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.set_float32_matmul_precision("high" if compute.precision == "tf32" else "highest")

@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, help="sample from the k most likely only")
     parser.add_argument("--top-p", type=float, help="sample from the smallest set of that probability")
     parser.add_argument("--samples", type=int, default=1, help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first sample (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first sample; the next ones have the next numbers (default: %(default)s)")
     parser.add_argument("--checkpoint", default="best", help="best, latest or a step (default: %(default)s)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     args = parser.parse_args()
@@ -42,21 +42,17 @@ def main() -> int:
     else:
         trained = load_trained(args.run, args.checkpoint, overrides)
         model, encoder = trained.model, trained.corpus.encoder()
-    for sample in range(args.samples):
-        if sample:
-            print("\n" + "-" * 40 + "\n")
-        print(
-            generate(
-                model,
-                encoder,
-                prompt,
-                args.tokens,
-                temperature=args.temperature,
-                top_k=args.top_k,
-                top_p=args.top_p,
-                seed=args.seed + sample,
-            )
-        )
+    texts = generate(
+        model,
+        encoder,
+        prompt,
+        args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seeds=range(args.seed, args.seed + args.samples),
+    )
+    print(f"\n{'-' * 40}\n\n".join(f"{text}\n" for text in texts), end="")
     return 0
 
 

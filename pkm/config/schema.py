@@ -276,7 +276,7 @@ class Config(Part):
     """Save and stop in time to be done after so many minutes, as a cluster's time limit asks; null = no limit. Counted from
     where training begins, or under torchrun from its start: ranks that it starts again have what is left."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    """Of matrix products; auto = bf16 on GPUs that have it, else fp32. tf32 = fp32 with a GPU's shorter products."""
+    """Of matrix products; auto = bf16 on GPUs and CPUs that have it, else fp32. tf32 = fp32 with a GPU's shorter products."""
     compile: bool = False
     """torch.compile the blocks: faster after a minute or more at the start."""
     profile: ProfileConfig | None = None

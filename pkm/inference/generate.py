@@ -1,14 +1,15 @@
-"""Text from a trained model: sample a next id, append it, look again."""
+"""Texts from a trained model: sample a next id of each, append them, look again."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pkm.errors import UserError
-from pkm.model.transformer import Transformer
+from pkm.model.transformer import Past, Transformer
 from pkm.text.encode import Encoder
 from pkm.text.vocab import EOS_ID
 
@@ -38,11 +39,11 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    seed: int = 0,
-) -> str:
-    """Go on from `prompt` by `tokens` ids; readable text, the prompt's included.
+    seeds: Sequence[int] = (0,),
+) -> list[str]:
+    """Go on from `prompt` by `tokens` ids, once for each of `seeds`, all at once; readable texts, the prompt's included.
 
-    The model sees the last `context` ids. Special ids other than the end of a line are never sampled.
+    A sample depends on its own seed alone. Special ids other than the end of a line are never sampled.
     Raises UserError for settings out of range.
     """
     for name, value, allowed in (
@@ -50,22 +51,56 @@ def generate(
         ("top-k", top_k, top_k is None or top_k >= 1),
         ("top-p", top_p, top_p is None or 0 < top_p <= 1),
         ("tokens", tokens, tokens >= 1),
+        ("samples", len(seeds), len(seeds) >= 1),
     ):
         if not allowed:
             raise UserError(
                 f"{name} = {value} is out of range",
                 f"--{name}",
-                "temperature >= 0, top-k >= 1, 0 < top-p <= 1, tokens >= 1",
+                "temperature >= 0, top-k >= 1, 0 < top-p <= 1, tokens >= 1, samples >= 1",
             )
-    device = next(model.parameters()).device
-    rng = torch.Generator().manual_seed(seed)
+    rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
     encoded = array("I")
     encoder.encode(prompt, encoded)
-    ids = [EOS_ID, *encoded[:-1]]  # the prompt's line goes on: without the </s> that ends it
+    # The prompt's line goes on: without the </s> that ends it.
+    ids = torch.tensor([EOS_ID, *encoded[:-1]]).expand(len(seeds), -1)
+    never = [i for i in range(encoder.vocab.first) if i != EOS_ID]
     model.eval()
+    reader = Reader(model, ids)
     for _ in range(tokens):
-        window = torch.tensor([ids[-model.context :]], device=device)
-        logits = model.logits(model.hidden(window)[0, -1]).float().cpu()
-        logits[[i for i in range(encoder.vocab.first) if i != EOS_ID]] = -torch.inf
-        ids.append(pick(logits, temperature, top_k, top_p, rng))
-    return encoder.decode(ids[1:])
+        logits = reader.logits()
+        logits[:, never] = -torch.inf
+        picked = [pick(row, temperature, top_k, top_p, rng) for row, rng in zip(logits, rngs, strict=True)]
+        reader.append(torch.tensor(picked).unsqueeze(1))
+    return [encoder.decode(sample[1:]) for sample in reader.ids.tolist()]
+
+
+class Reader:
+    """Texts that grow, all of a length, and what the model says comes next; each token is read once for as long as it can be.
+
+    The model sees a window of at most `context` tokens, whose positions are learned from the window's beginning: once it
+    is full, nothing can be appended, and to move it by a token would give every token another position. So it begins anew
+    with the last half of its tokens, which are read again: a token then sees between half a context and a whole one, and
+    costs, but for that one in context / 2, the same wherever it stands.
+
+    ids    (B, T) int64, on the CPU
+    """
+
+    def __init__(self, model: Transformer, ids: Tensor):
+        self.model, self.ids = model, ids
+        self._past = Past(model, len(ids))
+        self._unread = ids[:, -model.context :]
+
+    def append(self, ids: Tensor) -> None:
+        """One more of each text: ids (B, 1)."""
+        self.ids = torch.cat([self.ids, ids], dim=1)
+        if self._past.length == self.model.context:
+            self._past.length = 0
+            ids = self.ids[:, -max(self.model.context // 2, 1) :]
+        self._unread = ids
+
+    def logits(self) -> Tensor:
+        """Of what comes next: (B, V) fp32, on the CPU."""
+        device = self.model.tokens.weight.device
+        hidden = self.model.hidden(self._unread.to(device), past=self._past)
+        return self.model.logits(hidden[:, -1]).float().cpu()

@@ -17,9 +17,30 @@ from pkm.distributed import dist
 from pkm.memory.kernels.reference import at_least_fp32
 from pkm.memory.layer import MemoryLayer
 from pkm.memory.values import Values, tables
+from pkm.model.dropout import dropout as drop
 from pkm.model.loss import linear_cross_entropy
 
 LAYER_NORM_EPS = 1e-12  # XLM's
+
+
+class Past:
+    """Keys and values of the tokens that a window has been read for: what each block's attention needs of them again.
+
+    keys, values    (layers, B, H, context, d / H), filled up to `length` tokens
+    """
+
+    def __init__(self, model: Transformer, batch: int):
+        weight, heads = model.tokens.weight, model.blocks[0].attention.heads
+        shape = (len(model.blocks), batch, heads, model.context, weight.shape[1] // heads)
+        self.keys, self.values = (torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self.length = 0
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append to a layer, from 0, those of T more tokens (B, H, T, d / H) -> of all tokens so far (B, H, length + T, d / H)."""
+        end = self.length + k.shape[2]
+        for kept, new in ((self.keys[layer], k), (self.values[layer], v)):
+            kept[:, :, self.length : end] = new
+        return self.keys[layer, :, :, :end].to(k.dtype), self.values[layer, :, :, :end].to(v.dtype)
 
 
 class Attention(nn.Module):
@@ -32,15 +53,29 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.dim, 3 * config.dim)
         self.out = nn.Linear(config.dim, config.dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, past: Past | None = None, layer: int = 0) -> Tensor:
+        """x (B, T, d); with a `past`, which holds those of this `layer`, from 0, T tokens at its beginning or 1 token later on."""
         batch, length, dim = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         if x.device.type == "cpu":  # where torch's way back takes twice as long in bf16
             q, k, v = (t.to(at_least_fp32(t.dtype)) for t in (q, k, v))
+        if past is not None:
+            k, v = past.extend(layer, k, v)
         with torch.autocast("cpu", enabled=False):
-            heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+            if dropout and x.device.type == "cpu":
+                heads = dropped_attention(q, k, v, dropout)
+            else:
+                heads = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, dropout_p=dropout)
         return self.out(heads.transpose(1, 2).reshape(batch, length, dim))
+
+
+def dropped_attention(q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
+    """Causal attention with dropout on its weights, (B, H, T, d / H) each: torch's own has no fast way for it on a CPU."""
+    length = q.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    return drop(scores.masked_fill(future, -torch.inf).softmax(-1), rate, training=True) @ v
 
 
 class FeedForward(nn.Module):
@@ -71,11 +106,11 @@ class Block(nn.Module):
         self.feed_forward = None if place == "replace" else FeedForward(config.model, config.ffn)
         self.memory = MemoryLayer(config.memory, dim) if config.memory and with_memory else None
         self.norms = nn.ModuleList(nn.LayerNorm(dim, eps=LAYER_NORM_EPS) for _ in range(3 if place == "after" else 2))
-        self.dropout = nn.Dropout(config.model.dropout)
+        self.dropout = config.model.dropout
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x (B, T, d); mask (B, T) bool, True for tokens that are not padding, or None if none are."""
-        x = self._sublayer(0, x, self.attention)
+    def forward(self, x: Tensor, mask: Tensor | None, past: Past | None = None, layer: int = 0) -> Tensor:
+        """x (B, T, d); mask (B, T) bool, True for tokens that are not padding, or None if none are; the rest as Attention's."""
+        x = self._sublayer(0, x, lambda h: self.attention(h, past, layer))
         residual = x
         x = self._sublayer(1, x, lambda h: self._feed_forward(h, mask, residual))
         if self.place == "after":
@@ -85,7 +120,8 @@ class Block(nn.Module):
 
     def _sublayer(self, i: int, x: Tensor, f) -> Tensor:  # type: ignore[no-untyped-def]
         norm = self.norms[i]
-        return x + self.dropout(f(norm(x))) if self.pre_norm else norm(x + self.dropout(f(x)))
+        y = drop(f(norm(x) if self.pre_norm else x), self.dropout, self.training)
+        return x + y if self.pre_norm else norm(x + y)
 
     def _feed_forward(self, x: Tensor, mask: Tensor | None, residual: Tensor) -> Tensor:
         if self.feed_forward is None:
@@ -118,7 +154,7 @@ class Transformer(nn.Module):
         self.tokens = nn.Embedding(vocab_size, model.dim)
         self.positions = nn.Embedding(self.context, model.dim)
         self.embedding_norm = nn.LayerNorm(model.dim, eps=LAYER_NORM_EPS) if model.embedding_norm else nn.Identity()
-        self.dropout = nn.Dropout(model.dropout)
+        self.dropout = model.dropout
         holds_memory = set(config.memory_layers)
         self.blocks = nn.ModuleList(Block(config, layer in holds_memory) for layer in range(1, model.layers + 1))
         self.final_norm = nn.LayerNorm(model.dim, eps=LAYER_NORM_EPS) if model.norm == "pre" else nn.Identity()
@@ -151,16 +187,24 @@ class Transformer(nn.Module):
                 groups[of.get(id(p), "dense")][name] = p
         return {group: parameters for group, parameters in groups.items() if parameters}
 
-    def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def hidden(self, ids: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
         """ids (B, T) int64, T <= context -> hidden states (B, T, d) that the output layer reads.
 
         mask    (B, T) bool, True for tokens that are not padding; None if none are, as in training
+        past    of the tokens before these, which it then holds besides: T tokens if it is empty, else 1
         """
-        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
-        x = self.dropout(self.embedding_norm(x))
-        for block in self.blocks:
-            again = self.activation_checkpointing and self.training
-            x = checkpoint(block, x, mask, use_reentrant=False) if again else block(x, mask)
+        first = 0 if past is None else past.length
+        x = self.tokens(ids) + self.positions.weight[first : first + ids.shape[1]]
+        x = drop(self.embedding_norm(x), self.dropout, self.training)
+        for layer, block in enumerate(self.blocks):
+            if past is not None:
+                x = block(x, mask, past, layer)
+            elif self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, mask, use_reentrant=False)
+            else:
+                x = block(x, mask)
+        if past is not None:
+            past.length += ids.shape[1]
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

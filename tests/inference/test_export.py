@@ -25,7 +25,7 @@ def test_an_exported_model_computes_what_the_run_computes(exported):
     again = load_exported(directory, ("device=cpu",))
     ids = torch.randint(14, 50, (2, 8), generator=torch.Generator().manual_seed(1))
     assert torch.equal(trained.model.hidden(ids), again.model.hidden(ids))
-    prompt = {"prompt": "w1 w3", "tokens": 12, "seed": 3}
+    prompt = {"prompt": "w1 w3", "tokens": 12, "seeds": [3, 4]}
     assert generate(trained.model, trained.corpus.encoder(), **prompt) == generate(again.model, again.encoder, **prompt)
 
 

@@ -42,6 +42,7 @@ def tiny_config(**sections: Any) -> Config:
         "evaluate": {"every_steps": 10, "batch": 4},
         "checkpoint": {"every_steps": 5},
         "device": "cpu",
+        "precision": "fp32",  # whatever the machine's CPU has
         "threads": 1,
     }
     return Config.model_validate(merged(base, sections))
