@@ -37,8 +37,9 @@ def _drop(x: Tensor, seed: Tensor, rate: float) -> Tensor:
     """x (...), seed () int64 on the CPU -> the same shape and dtype; a function of what it is given."""
     kept, scale = kept_and_scale(rate)
     numbers = np.random.SFC64(int(seed)).random_raw(-(-x.numel() // 4)).view(np.uint16)[: x.numel()]
-    mask = torch.from_numpy(numbers < kept) if kept < LEVELS else torch.ones(x.numel(), dtype=torch.bool)
-    return torch.mul(x, mask.view(x.shape)).mul_(scale)
+    # As bytes: torch turns these into numbers ten times as fast as it does bool.
+    keeps = (numbers <= kept - 1).view(np.uint8)
+    return torch.from_numpy(keeps).to(x.dtype).view(x.shape).mul_(x).mul_(scale)
 
 
 @_drop.register_fake

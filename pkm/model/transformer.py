@@ -72,10 +72,11 @@ class Attention(nn.Module):
 
 def dropped_attention(q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
     """Causal attention with dropout on its weights, (B, H, T, d / H) each: torch's own has no fast way for it on a CPU."""
-    length = q.shape[2]
-    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    return drop(scores.masked_fill(future, -torch.inf).softmax(-1), rate, training=True) @ v
+    batch, heads, length, size = q.shape
+    future = q.new_full((1, length, length), -torch.inf).triu(1)
+    q, k, v = (t.reshape(batch * heads, length, size) for t in (q, k, v))
+    weights = torch.baddbmm(future, q, k.transpose(1, 2), alpha=size**-0.5).softmax(-1)
+    return torch.bmm(drop(weights, rate, training=True), v).view(batch, heads, length, size)
 
 
 class FeedForward(nn.Module):
