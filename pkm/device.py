@@ -90,8 +90,8 @@ def pick_precision(config: Config, device: torch.device) -> str:
     UserError for fp16 on a CPU or tf32 without CUDA.
     """
     if config.precision == "auto":
-        there = {"cuda": torch.cuda.is_bf16_supported, "cpu": cpu_has_bf16}.get(device.type)
-        return "bf16" if there is not None and there() else "fp32"
+        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return "bf16" if on_gpu or (device.type == "cpu" and cpu_has_bf16()) else "fp32"
     if config.precision == "fp16" and device.type == "cpu":
         raise UserError("fp16 needs a GPU: its loss scaling is made for one", "precision", "choose bf16, fp32 or auto")
     if config.precision == "tf32" and device.type != "cuda":

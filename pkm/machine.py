@@ -84,8 +84,10 @@ def keep_freed_memory() -> None:
 
     On glibc alone, and not where the user has tuned malloc. The process then holds what it once needed at most.
     """
-    if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ or any(
-        name.startswith("MALLOC_") for name in os.environ
+    if (
+        platform.libc_ver()[0] != "glibc"
+        or "GLIBC_TUNABLES" in os.environ
+        or any(name.startswith("MALLOC_") for name in os.environ)
     ):
         return
     for parameter, value in MALLOC.values():

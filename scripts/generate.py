@@ -25,7 +25,12 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, help="sample from the k most likely only")
     parser.add_argument("--top-p", type=float, help="sample from the smallest set of that probability")
     parser.add_argument("--samples", type=int, default=1, help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first sample; the next ones have the next numbers (default: %(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the first sample; the next ones have the next numbers (default: %(default)s)",
+    )
     parser.add_argument("--checkpoint", default="best", help="best, latest or a step (default: %(default)s)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     args = parser.parse_args()

@@ -21,7 +21,7 @@ DENSE, VALUES = DenseOptim(), ValuesOptim()
 def optimizers(
     model: nn.Module,
     *,
-    lr: float = DENSE.lr,
+    lr: float = 2.5e-4,
     betas: tuple[float, float] = DENSE.betas,
     eps: float = DENSE.eps,
     weight_decay: float = DENSE.weight_decay,

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEVELS = 1 << 16  # a random number has 16 bits: the rate is right to 1 / 131,072, and the scale is that of the rate it has
+LEVELS = (
+    1 << 16
+)  # a random number has 16 bits: the rate is right to 1 / 131,072, and the scale is that of the rate it has
 
 
 def dropout(x: Tensor, rate: float, training: bool) -> Tensor:

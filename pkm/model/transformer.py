@@ -30,7 +30,7 @@ class Past:
     """
 
     def __init__(self, model: Transformer, batch: int):
-        weight, heads = model.tokens.weight, model.blocks[0].attention.heads
+        weight, heads = model.tokens.weight, model.heads
         shape = (len(model.blocks), batch, heads, model.context, weight.shape[1] // heads)
         self.keys, self.values = (torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self.length = 0
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
     def __init__(self, config: Config, vocab_size: int):
         super().__init__()
         model = config.model
-        self.context = config.corpus.context
+        self.context, self.heads = config.corpus.context, config.model.heads
         self.activation_checkpointing = False
         self.tokens = nn.Embedding(vocab_size, model.dim)
         self.positions = nn.Embedding(self.context, model.dim)

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -115,7 +117,7 @@ def test_a_token_is_read_once_but_for_half_a_context_where_the_window_begins_ane
     sampled(model, torch.full((1, 3), 20), 3 * CONTEXT, [0], 1.0, cached=True)
     anew = [i for i, tokens in enumerate(read) if tokens > 1][1:]
     assert read[0] == 3 and all(read[i] == CONTEXT // 2 for i in anew)
-    assert len(anew) == 4 and [b - a for a, b in zip(anew, anew[1:], strict=False)] == [CONTEXT // 2 + 1] * 3
+    assert len(anew) == 4 and [b - a for a, b in pairwise(anew)] == [CONTEXT // 2 + 1] * 3
 
 
 def test_texts_begin_with_the_prompt_and_settings_out_of_range_are_refused(tiny_corpus_path):

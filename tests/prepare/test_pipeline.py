@@ -323,7 +323,7 @@ def test_an_unfinished_preparation_goes_on_and_redoes_only_what_changed_settings
     work = Path("prepared/out.preparing")
     spool = work / "read" / "00000.docs"
     before = spool.stat().st_mtime_ns
-    with pytest.raises(UserError, match="absent: .*No such file"):
+    with pytest.raises(UserError, match=r"absent: .*No such file"):
         prepared("in.jsonl", subwords={"codes_file": "absent", "vocab_file": "absent"})
     assert spool.stat().st_mtime_ns == before
     out = prepared("in.jsonl")
