@@ -67,7 +67,7 @@ def main() -> int:
         else:
             model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(compute.device)
             optim = build_optimizers(config.optim, model)
-            state = restore(run, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
+            state = restore(run, compute, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
             state = train(config, compute, run, corpus, model, optim, state, stop)
             if state.step == config.optim.steps:
                 with run.stops_in_report(state.step):

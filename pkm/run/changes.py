@@ -40,6 +40,8 @@ def _why_not(key: str, before: Any, now: Any, config: Config) -> str | None:
     """Why a setting may not change ("" if there is nothing to explain), or None if it may."""
     if any(key == free or key.startswith(free + ".") for free in MAY_CHANGE):
         return None
+    if key == "precision" and before == "auto":
+        return None  # what it was is in the checkpoints, which are not loaded in another
     if key != "optim.steps":
         return ""
     if now < before:

@@ -61,7 +61,7 @@ def train(
             improved = False
             if corpus.valid and is_due(config, step, config.evaluate.every_steps):
                 improved = validate(config, compute, run, corpus, model, state, clock)
-            if stop_or_save(config, run, corpus, model, optim, state, clock, stop, improved):
+            if stop_or_save(config, compute, run, corpus, model, optim, state, clock, stop, improved):
                 break
             collect(step)
     run.checkpoints.wait()
@@ -127,6 +127,7 @@ def validate(
 
 def stop_or_save(
     config: Config,
+    compute: Compute,
     run: Run,
     corpus: Corpus,
     model: Transformer,
@@ -150,7 +151,7 @@ def stop_or_save(
     if reason == "failed save":
         saves.wait()
     if reason or improved or is_due(config, step, config.checkpoint.every_steps):
-        save(run, model, optim, corpus, state, best=improved)
+        save(run, compute, model, optim, corpus, state, best=improved)
         clock.pause()
     if reason is None or step == steps:
         return False

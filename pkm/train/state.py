@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pkm.corpus.store import Corpus
+from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.evaluation.evaluate import conditions
@@ -49,7 +50,7 @@ class State:
         return cls(**record | {"best_loss": math.inf if record["best_loss"] is None else record["best_loss"]})
 
 
-def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> State:
+def restore(run: Run, compute: Compute, model: Transformer, optim: Optimizers, corpus: Corpus) -> State:
     """Load the newest checkpoint that verifies into model and optimizers; the state of step 0 if there is none yet.
 
     UserError if there were checkpoints once and none is found now: beginning again would write over what they led to.
@@ -70,6 +71,7 @@ def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> 
                 "point corpus.path at the corpus it began with, or start another run with another name",
             )
         )
+    refuse_another_precision(compute, loaded.record)
     everything = state_tensors(model, optim)
     with dist.raise_on_all_ranks():
         loaded.copy_into(everything, column_sharded(model, everything))
@@ -78,6 +80,15 @@ def restore(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus) -> 
     state = State.from_record(loaded.record["state"])
     compare_with_its_like(run, corpus, state)
     return state
+
+
+def refuse_another_precision(compute: Compute, record: dict[str, Any]) -> None:
+    """UserError if the run computed in another precision so far: `auto` may be another one on this machine or in this version."""
+    # Checkpoints did not say so while `auto` was fp32 on every CPU; what it was on a GPU they do not tell.
+    then = record.get("precision", "fp32" if compute.device.type == "cpu" else compute.precision)
+    if then != compute.precision:
+        what = f"the run computed in {then} so far, and would go on in {compute.precision} here"
+        raise dist.raised_by_rank_0(UserError(what, "precision", f"give precision={then} to go on as it began"))
 
 
 def compare_with_its_like(run: Run, corpus: Corpus, state: State) -> None:
@@ -103,10 +114,12 @@ def compare_with_its_like(run: Run, corpus: Corpus, state: State) -> None:
         state.best_loss = math.inf
 
 
-def save(run: Run, model: Transformer, optim: Optimizers, corpus: Corpus, state: State, best: bool) -> None:
+def save(
+    run: Run, compute: Compute, model: Transformer, optim: Optimizers, corpus: Corpus, state: State, best: bool
+) -> None:
     """Write a checkpoint of everything that the next step depends on."""
     everything = state_tensors(model, optim)
-    record = {"state": state.record(), "corpus": corpus.fingerprint}
+    record = {"state": state.record(), "corpus": corpus.fingerprint, "precision": compute.precision}
     run.checkpoints.save(state.step, everything, record, best, column_sharded(model, everything))
     with dist.raise_on_all_ranks():
         run.note_checkpoint()  # in the background it is that of the save before

@@ -119,7 +119,7 @@ def test_two_ranks_train_it_as_one_does_save_it_whole_and_report_it(tiny_corpus_
         with Run.open(config, dump(config)) as opened:
             model = apply_parallelism(build_model(config, corpus.vocab.size), config)
             optim = build_optimizers(config.optim, model)
-            state = restore(opened, model, optim, corpus)
+            state = restore(opened, compute, model, optim, corpus)
             loop.train(config, compute, opened, corpus, model, optim, state, StopFlag())
             report(opened, config, compute, corpus, model, StopFlag())
         return model.memory(2).values.weight.shape[1] * (dist.world_size() if values == "sharded" else 1)

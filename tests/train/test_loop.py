@@ -303,3 +303,15 @@ def test_values_resume_bit_for_bit_however_they_are_kept(train, values):
     again, its_optim, *_ = train(name="parts", optim={"steps": 9, "values": values})
     ours, theirs = everything(model, optim), everything(again, its_optim)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_goes_on_in_the_precision_that_it_began_with_or_not_at_all(train, monkeypatch):
+    train(name="auto", precision="auto", optim={"steps": 3})
+    began = "bf16" if device.cpu_has_bf16() else "fp32"
+    other = {"bf16": "fp32", "fp32": "bf16"}[began]
+    monkeypatch.setattr(device, "cpu_has_bf16", lambda: other == "bf16")
+    with pytest.raises(UserError, match=f"computed in {began} so far") as refused:
+        train(name="auto", precision="auto", optim={"steps": 4})
+    assert refused.value.fix == f"give precision={began} to go on as it began"
+    _, _, state, _ = train(name="auto", precision=began, optim={"steps": 4})
+    assert state.step == 4
