@@ -10,7 +10,6 @@ matrix product, whichever takes longer.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from pkm.config.schema import MemoryConfig, QueryConfig, ValuesOptim
 from pkm.device import DTYPES
+from pkm.files import json_text
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.kernels import search_op
 from pkm.memory.layer import MemoryLayer
@@ -468,7 +468,7 @@ def main() -> None:
     def save(rows: list[Row], facts: Facts) -> None:
         if arguments.json:
             numbers = {"facts": where | facts, "rows": [asdict(r) for r in rows]}
-            arguments.json.write_text(json.dumps(numbers, indent=1) + "\n")
+            arguments.json.write_text(json_text(numbers, indent=1))
 
     precision = arguments.precision or ("bf16" if device.type == "cuda" else "fp32")
     where["precision"] = precision

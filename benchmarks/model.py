@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import platform
 import statistics
 import time
@@ -25,6 +24,7 @@ import torch
 
 from pkm.config.schema import Config
 from pkm.device import Compute
+from pkm.files import json_text
 from pkm.model.cost import flops
 from pkm.model.transformer import build_model
 from pkm.train.optim import build_optimizers
@@ -153,7 +153,7 @@ def main() -> None:
         )
         rows.append(measure(name, config, rate, arguments.repeats))
         if arguments.json:
-            arguments.json.write_text(json.dumps({"facts": facts, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+            arguments.json.write_text(json_text({"facts": facts, "rows": [asdict(r) for r in rows]}, indent=1))
         gc.collect()
         torch.cuda.empty_cache()
     base, deep = rows[0], rows[-1]

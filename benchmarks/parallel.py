@@ -33,6 +33,7 @@ from pkm.config.schema import Config
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.distributed.torchrun import ONE_NODE
+from pkm.files import json_text
 from pkm.model.cost import traffic
 from pkm.model.transformer import build_model
 from pkm.train.optim import build_optimizers
@@ -169,7 +170,7 @@ def main() -> None:
         for values in (("replicated", "sharded") if ranks > 1 else ("replicated",))
     ]
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        args.json.write_text(json_text(rows, indent=1))
     print(markdown(rows))
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import zstandard
 
 from pkm.errors import UserError, exits_cleanly
+from pkm.files import json_text
 from pkm.text.bpe import Codes, count_pieces, learn
 from pkm.text.encode import Encoder
 from pkm.text.moses import Tokenizer, WordCounter
@@ -63,7 +64,7 @@ def main() -> None:
     print(json.dumps(report["machine"]))
     print_table(rows)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write_text(json_text(report, indent=1))
 
 
 def measure_all(files: list[Path], folder: Path, merges: int, every: int, repeat: int) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -125,6 +126,22 @@ def publish(temporary: str | Path, final: str | Path) -> None:
                 ) from error
             raise
         fsync_directory(final.parent)
+
+
+def finite(value: Any) -> Any:
+    """JSON's own types: tensors and NumPy scalars to numbers, and NaN and infinities, which JSON has not, to null."""
+    if isinstance(value, dict):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    if hasattr(value, "tolist"):
+        return finite(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """`value` as JSON that every program reads, one line break at its end."""
+    return json.dumps(finite(value), indent=indent, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

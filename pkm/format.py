@@ -60,6 +60,22 @@ def roughly(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def decimals(number: float, digits: int) -> str:
+    """1234.5678 -> `1,234.57`; from 10^9 on three digits and an exponent."""
+    return f"{number:,.{digits}f}" if abs(number) < 1e9 else f"{number:.3g}"
+
+
+LARGEST_PERPLEXITY = 1e300
+"""One beyond it is None, and its logarithm stands beside it: a number of 64 bits ends soon after."""
+
+
+def perplexity(value: float | None, log: float | None, digits: int = 2) -> str:
+    """As text: of one that no number holds, `exp(1234.5)` by its logarithm."""
+    if value is not None:
+        return decimals(value, digits)
+    return f"> {LARGEST_PERPLEXITY:.0e}".replace("+", "") if log is None else f"exp({log:,.1f})"
+
+
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table whose columns line up when read as plain text."""
     body = [list(row) for row in rows]

@@ -32,6 +32,7 @@ def main() -> int:
 
     from pkm.evaluation.evaluate import evaluate, measure_speed
     from pkm.evaluation.report import report_markdown, report_record
+    from pkm.files import json_text
     from pkm.inference.trained import load_trained
 
     trained = load_trained(args.run, args.checkpoint, tuple(overrides))
@@ -42,7 +43,7 @@ def main() -> int:
     evaluation = evaluate(model, corpus, split, config, trained.compute, args.documents)
     speed = measure_speed(model, corpus, split, config, trained.compute)
     record = report_record(config, model, trained.step, evaluation, speed)
-    print(json.dumps(record, indent=2) if args.json else report_markdown(record, evaluation, speed))
+    print(json_text(record, indent=2).rstrip() if args.json else report_markdown(record, evaluation, speed))
     return 0
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from pkm import files
 from pkm.errors import UserError
@@ -93,3 +96,18 @@ def test_publish_moves_a_directory_whole_and_never_overwrites_one(tmp_path: Path
 
 def test_free_bytes_looks_at_the_nearest_parent_that_exists(tmp_path: Path):
     assert files.free_bytes(tmp_path / "not" / "yet") > 0
+
+
+def test_json_text_has_no_numbers_that_json_has_not() -> None:
+    value = {
+        "a": [1.5, float("inf"), (float("nan"), -float("inf"))],
+        2: np.float32("nan"),
+        "tensor": torch.tensor([1.0, np.inf]),
+    }
+    text = files.json_text(value)
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == {
+        "a": [1.5, None, [None, None]],
+        "2": None,
+        "tensor": [1.0, None],
+    }
+    assert text.endswith("}\n") and files.json_text({"x": 1}, indent=1) == '{\n "x": 1\n}\n'

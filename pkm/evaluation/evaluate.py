@@ -20,6 +20,7 @@ from pkm.corpus.unknown import WARNS, percent
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.errors import UserError
+from pkm.format import LARGEST_PERPLEXITY
 from pkm.memory.usage import Usage, UsageMeter
 from pkm.model.transformer import Transformer
 from pkm.text.vocab import PAD_ID, UNK_ID
@@ -38,8 +39,12 @@ class Evaluation:
     tokens: int
     words: int
     loss: float
-    perplexity: float
-    word_perplexity: float
+    perplexity: float | None
+    """exp(loss); None beyond 1e300."""
+    word_loss: float
+    """Per word."""
+    word_perplexity: float | None
+    """exp(word_loss); None beyond 1e300."""
     bits_per_byte: float | None
     memories: dict[int, Usage]
     unknown_share: float = 0.0
@@ -122,6 +127,7 @@ def evaluate(
         words=words,
         loss=nll / tokens,
         perplexity=_exp(nll / tokens),
+        word_loss=nll / max(words, 1),
         word_perplexity=_exp(nll / max(words, 1)),
         bits_per_byte=nll / math.log(2) / split.bytes if withheld is None else None,
         memories={layer: meter.result() for layer, meter in meters.items()},
@@ -231,5 +237,5 @@ def _forward(model: Transformer, compute: Compute, inputs: Any, targets: Any) ->
     return model(ids, wanted, ids != PAD_ID)
 
 
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+def _exp(x: float) -> float | None:
+    return math.exp(x) if x < math.log(LARGEST_PERPLEXITY) else None

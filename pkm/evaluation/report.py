@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pkm.config.schema import Config
@@ -11,8 +10,8 @@ from pkm.corpus.unknown import WARNS, percent
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.evaluation.evaluate import Evaluation, Speed, evaluate, measure_speed
-from pkm.files import atomic_write
-from pkm.format import markdown_table
+from pkm.files import atomic_write, json_text
+from pkm.format import markdown_table, perplexity
 from pkm.inference.trained import load_weights
 from pkm.machine import machine
 from pkm.model.transformer import Transformer, parameters
@@ -50,7 +49,7 @@ def report(run: Run, config: Config, compute: Compute, corpus: Corpus, model: Tr
     with dist.raise_on_all_ranks():
         if dist.is_main():
             run.refuse_if_taken_over()
-            atomic_write(run.directory / "report.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
+            atomic_write(run.directory / "report.json", json_text(record, indent=2))
             atomic_write(run.directory / "report.md", text)
     run.say(text)
 
@@ -78,14 +77,14 @@ def report_record(
 
 def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed) -> str:
     """Two tables: the model, and each of its memories."""
-    e, parameters = evaluation, record["parameters"]
+    e, fit, parameters = evaluation, record["training"], record["parameters"]
     model = [
         ("checkpoint", f"step {record['step']:,}"),
         ("parameters", f"{parameters['dense']:,} dense, {parameters['values']:,} values"),
         ("scored", f"{e.tokens:,} BPE tokens, {e.words:,} words, {e.documents:,} documents ({e.split})"),
-        ("perplexity per BPE token", f"{e.perplexity:.2f}"),
-        ("perplexity per word", f"{e.word_perplexity:.2f}"),
-        *([("perplexity on training text", f"{fitted['perplexity']:.2f}")] if (fitted := record["training"]) else []),
+        ("perplexity per BPE token", perplexity(e.perplexity, e.loss)),
+        ("perplexity per word", perplexity(e.word_perplexity, e.word_loss)),
+        *([("perplexity on training text", perplexity(fit["perplexity"], fit["loss"]))] if fit else []),
         (
             "bits per byte",
             f"{e.bits_per_byte:.4f}" if e.bits_per_byte is not None else f"- ({e.bits_per_byte_withheld})",

@@ -17,7 +17,7 @@ from pkm.corpus.store import open_corpus
 from pkm.device import configure_torch, decide, pick_device
 from pkm.errors import UserError
 from pkm.evaluation.evaluate import measure_speed
-from pkm.files import atomic_write, read_json
+from pkm.files import atomic_write, json_text, read_json
 from pkm.inference.trained import load_trained
 from pkm.machine import card, machine, processor
 from pkm.model.transformer import build_model
@@ -51,7 +51,7 @@ def time_run(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
         "machine": machine(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    atomic_write(config.directory / FILE, json.dumps(record, indent=2) + "\n")
+    atomic_write(config.directory / FILE, json_text(record, indent=2))
     return record
 
 

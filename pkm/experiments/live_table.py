@@ -16,7 +16,7 @@ from rich.text import Text
 from pkm.evaluation.speed import read_speed, seems_measured
 from pkm.experiments.estimate import Estimate, Estimator, total
 from pkm.experiments.task import Task
-from pkm.format import duration
+from pkm.format import duration, perplexity
 
 OVERALL_SECONDS = 60.0
 REFRESH_SECONDS = 0.5
@@ -68,8 +68,11 @@ class LiveTable:
     def ended(self, task: Task) -> None:
         number = self._number(task)
         if task.state == "finished":
-            scored = task.result.get("evaluation", {}).get("perplexity")
-            self.say(f"{number} finished" + (f": perplexity {scored:.2f}" if scored else ""))
+            scored = task.result.get("evaluation", {})
+            text = (
+                f": perplexity {perplexity(scored['perplexity'], scored.get('loss'))}" if "perplexity" in scored else ""
+            )
+            self.say(f"{number} finished{text}")
         elif task.state == "elsewhere":
             self.say(f"{number} running elsewhere: {task.reason}")
         else:

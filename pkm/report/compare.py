@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pkm.format import markdown_table
+from pkm.format import markdown_table, perplexity
 from pkm.report.plots import COLOURS, DASHES, Plot, add_legend, canvas, dark, finished, ticks_in_plain_numbers
 from pkm.report.run_directories import IN_SHORT, Run
 
@@ -39,6 +39,14 @@ class Measured:
     digits: int
     """After the point."""
     of: Callable[[Run], float | None]
+    log: Callable[[Run], float | None] | None = None
+    """Of a perplexity its logarithm, which there is also where no number holds it."""
+
+    def shown(self, run: Run) -> str:
+        value, log = self.of(run), self.log(run) if self.log else None
+        if value is None and log is None:
+            return NONE
+        return perplexity(value, log, self.digits)
 
 
 def _training_speed(run: Run) -> float | None:
@@ -53,10 +61,28 @@ def _peak_memory(run: Run) -> float | None:
 
 
 MEASURED = (
-    Measured("best_valid_perplexity", "best valid ppl", 2, lambda run: run.best.get("perplexity")),
+    Measured(
+        "best_valid_perplexity",
+        "best valid ppl",
+        2,
+        lambda run: run.best.get("perplexity"),
+        lambda run: run.best.get("loss"),
+    ),
     Measured("best_step", "at step", 0, lambda run: run.best.get("step")),
-    Measured("test_perplexity", "test ppl", 2, lambda run: run.evaluation.get("perplexity")),
-    Measured("test_word_perplexity", "test ppl per word", 1, lambda run: run.evaluation.get("word_perplexity")),
+    Measured(
+        "test_perplexity",
+        "test ppl",
+        2,
+        lambda run: run.evaluation.get("perplexity"),
+        lambda run: run.evaluation.get("loss"),
+    ),
+    Measured(
+        "test_word_perplexity",
+        "test ppl per word",
+        1,
+        lambda run: run.evaluation.get("word_perplexity"),
+        lambda run: run.evaluation.get("word_loss"),
+    ),
     Measured("usage_percent", "usage %", 1, lambda run: run.of_memories("percent")),
     Measured("kl", "KL", 2, lambda run: run.of_memories("kl")),
     Measured("words_per_second", "words/s", 0, lambda run: (run.speed or {}).get("words_per_second")),
@@ -99,7 +125,7 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
             if (steps := run.settings.get("optim.steps", "")).isdigit()
             else f"{run.step:,}",
             *(run.settings.get(key, NONE) for key in keys),
-            *(NONE if (x := column.of(run)) is None else f"{x:,.{column.digits}f}" for column in MEASURED),
+            *(column.shown(run) for column in MEASURED),
         ]
         for run in runs
     ]
@@ -109,9 +135,11 @@ def csv_text(runs: Sequence[Run]) -> str:
     """The same with every digit, in names that a program reads."""
     keys, text = differing(runs), io.StringIO()
     out = csv.writer(text, lineterminator="\n")
-    out.writerow(["run", "state", "reason", "step", *keys, *(column.name for column in MEASURED)])
+    numbers = [(column.name, column.of) for column in MEASURED]
+    numbers += [(f"{column.name}_log", column.log) for column in MEASURED if column.log]
+    out.writerow(["run", "state", "reason", "step", *keys, *(name for name, _ in numbers)])
     for run in runs:
-        measured = ["" if (x := column.of(run)) is None else x for column in MEASURED]
+        measured = ["" if (x := of(run)) is None else x for _, of in numbers]
         out.writerow(
             [run.label, run.state, run.reason, run.step, *(run.settings.get(key, "") for key in keys), *measured]
         )

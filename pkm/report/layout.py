@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pkm.experiments.grid import Cell, Coordinate, Measure, coordinate
+from pkm.format import decimals, perplexity
 from pkm.report.results import CellResult, GridResult, Result
 
 AXES: dict[Coordinate, str] = {
@@ -159,7 +160,7 @@ def written(key: Coordinate, value: int | str | bool | None) -> str:
 
 
 def number(measure: Measure, value: float | None) -> str:
-    return NONE if value is None else f"{value:,.{DIGITS[measure]}f}"
+    return NONE if value is None else decimals(value, DIGITS[measure])
 
 
 def notes(result: GridResult) -> dict[str, list[CellResult]]:
@@ -185,6 +186,8 @@ def missing(one: CellResult, timed: bool) -> str:
     timed    it is to have words a second, of one seed at least
     """
     lacking = [run for run in one.runs if run.state != "finished"] if one.cell.trained else []
+    if not lacking and (beyond := [MEASURES[measure] for measure in MEASURES if one.beyond(measure)]):
+        return f"{' and '.join(beyond)} {perplexity(None, None)}"
     if not lacking:
         return "not timed yet" if timed and not one.values("kwords_per_s") else ""
     texts: dict[str, list[int]] = {}
@@ -222,6 +225,8 @@ def _entry(
     ours = number(measure, mean)
     if mean is None and note:
         ours = one.runs[0].state if one.cell.trained else "not timed"
+    if one.beyond(measure):
+        ours = perplexity(None, None)
     return Entry(
         ours,
         "" if spread is None else number(measure, spread),

@@ -29,6 +29,8 @@ class Numbers:
 
     def of(self, cell: CellResult, measure: Measure) -> dict[int, float]:
         """By seed; empty where there is none."""
+        if not self.printed and cell.beyond(measure):
+            return {}
         if not self.printed:
             return {run.seed: value for run in cell.runs if (value := run.value(measure)) is not None}
         value = getattr(cell.cell.printed, measure)

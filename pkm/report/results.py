@@ -41,10 +41,16 @@ class Result:
             training = self.report.get("training")
             return training["perplexity"] if training else None
         if measure == "perplexity":
-            return float(self.report["evaluation"]["perplexity"])
+            return self.report["evaluation"]["perplexity"]
         memories = self.report["evaluation"]["memories"].values()
         key = {"usage": "percent", "kl": "kl"}[measure]
         return statistics.fmean(memory[key] for memory in memories) if memories else None
+
+    def beyond(self, measure: Measure) -> bool:
+        """Whether it is a perplexity that no number holds (pkm.format.LARGEST_PERPLEXITY)."""
+        scored = {"perplexity": "evaluation", "train_perplexity": "training"}.get(measure)
+        found = self.report.get(scored) if self.report and scored else None
+        return found is not None and found["perplexity"] is None
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -58,8 +64,14 @@ class CellResult:
     runs: tuple[Result, ...]
     """One a seed."""
 
+    def beyond(self, measure: Measure) -> bool:
+        """Whether a seed's is: then so is the mean, and no difference can be told."""
+        return any(run.beyond(measure) for run in self.runs)
+
     def values(self, measure: Measure) -> list[float]:
-        """Of every seed that has it."""
+        """Of every seed that has it; none if one is beyond all numbers."""
+        if self.beyond(measure):
+            return []
         return [value for run in self.runs if (value := run.value(measure)) is not None]
 
     def mean(self, measure: Measure) -> float | None:

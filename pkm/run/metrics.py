@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import shutil
 import socket
@@ -50,7 +49,7 @@ class Metrics:
         self.last_step = step
         if not dist.is_main() or not self._may_write():
             return
-        record = _plain({"kind": kind, "step": step, "time": time.time(), **values})
+        record = files.finite({"kind": kind, "step": step, "time": time.time(), **values})
         with files.explained(self.path):
             if self._file is None:
                 self._file = self.path.open("ab")
@@ -173,16 +172,3 @@ def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _numbers(f"{tag}/{i}", inner)
     elif isinstance(value, int | float):
         yield tag, float(value)
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types: tensors and NumPy scalars to numbers, NaN and infinities to null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -39,7 +38,7 @@ def write_status(directory: Path, state: State, step: int, reason: str | None, c
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
-    files.atomic_write(directory / "status.json", json.dumps(status, indent=1) + "\n")
+    files.atomic_write(directory / "status.json", files.json_text(status, indent=1))
 
 
 def newest_checkpoint(status: dict[str, Any]) -> int:

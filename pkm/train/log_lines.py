@@ -14,7 +14,7 @@ from pkm.corpus.unknown import percent, warning
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.evaluation.evaluate import Evaluation
-from pkm.format import amount, duration
+from pkm.format import amount, duration, perplexity
 from pkm.machine import peak_memory
 from pkm.model.cost import flops
 from pkm.model.transformer import Transformer, parameters
@@ -111,4 +111,4 @@ def valid_line(step: int, measured: Evaluation, improved: bool) -> str:
     """One line of an evaluation on the validation split."""
     memories = "".join(f" | layer {n} usage {u.percent:.1f} % KL {u.kl:.2f}" for n, u in measured.memories.items())
     best = " | best so far" if improved else ""
-    return f"step {step} | valid loss {measured.loss:.4f} | perplexity {measured.perplexity:.2f}{memories}{best}"
+    return f"step {step} | valid loss {measured.loss:.4f} | perplexity {perplexity(measured.perplexity, measured.loss)}{memories}{best}"

@@ -1,14 +1,27 @@
+import csv
+import importlib
+import io
+import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import train
+from pkm.config.load import dump
 from pkm.corpus.store import open_corpus
 from pkm.device import Compute
 from pkm.evaluation.evaluate import Speed, evaluate, measure_speed
 from pkm.evaluation.report import report_markdown, report_record
+from pkm.files import json_text
 from pkm.model.transformer import build_model
+from pkm.report import compare
+from pkm.report.run_directories import read_run
+from pkm.run.status import read_status
+from pkm.train.log_lines import valid_line
 from tests.support.tiny import VOCAB_SIZE, random_corpus, tiny_config
 
 CPU = Compute(torch.device("cpu"), "fp32")
@@ -114,3 +127,52 @@ def test_evaluation_leaves_the_model_as_it_was(model, corpus):
 def test_speed_counts_words_and_tokens_after_the_warm_up(model, corpus):
     speed = measure_speed(model, corpus, corpus.test, tiny_config(), CPU, seconds=0.2)
     assert 0 < speed.words_per_second < speed.tokens_per_second
+
+
+def test_a_perplexity_that_no_number_holds_is_none_beside_its_logarithm(model, corpus):
+    with torch.no_grad():
+        model.output_bias[0] = 5000.0  # an id that never comes
+    measured = evaluate(model, corpus, corpus.test, tiny_config(), CPU)
+    assert measured.perplexity is None and measured.loss == pytest.approx(5000, rel=0.01)
+    assert measured.word_perplexity is None
+    assert measured.word_loss == pytest.approx(measured.loss * measured.tokens / measured.words)
+    speed = measure_speed(model, corpus, corpus.test, tiny_config(), CPU, seconds=0.1)
+    record = report_record(tiny_config(), model, 7, measured, speed, measured)
+    read = json.loads(json_text(record), parse_constant=lambda name: pytest.fail(name))
+    assert read["evaluation"]["perplexity"] is read["training"]["word_perplexity"] is None
+    assert read["evaluation"]["word_loss"] == measured.word_loss
+    assert report_markdown(record, measured, speed).count(f"exp({measured.loss:,.1f})") == 2
+    assert "perplexity exp(" in valid_line(7, measured, False)
+
+
+def test_a_run_whose_perplexities_no_number_holds_finishes_and_is_reported_everywhere(
+    tiny_corpus_path, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("pkm.evaluation.evaluate.LARGEST_PERPLEXITY", 1.5)
+    monkeypatch.syspath_prepend(str(Path(train.__file__).parent / "scripts"))
+    score = importlib.import_module("evaluate")
+    file = tmp_path / "t.yaml"
+    file.write_text(dump(tiny_config(corpus={"path": str(tiny_corpus_path)}, runs=str(tmp_path / "runs"))))
+
+    def go(program, *arguments):
+        monkeypatch.setattr("sys.argv", ["program", *map(str, arguments)])
+        assert program.main() == 0
+        return capsys.readouterr().out
+
+    go(train, file, "evaluate.train_documents=2")
+    directory = tmp_path / "runs" / "tiny"
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    assert read_status(directory)["state"] == "finished"
+    said = go(score, directory, "--json", "--device", "cpu")
+    evaluation = json.loads(said, parse_constant=lambda name: pytest.fail(name))["evaluation"]
+    assert evaluation["perplexity"] is None and evaluation["loss"] > 1
+    assert "exp(" in go(score, directory, "--device", "cpu")
+    run = read_run(directory, "a")
+    cells = dict(zip(compare.headings([run]), compare.rows([run])[0], strict=True))
+    for name in ("best valid ppl", "test ppl", "test ppl per word"):
+        assert re.fullmatch(r"exp\(\d+\.\d\)", cells[name])
+    assert run.best["step"] == int(cells["at step"])
+    (row,) = csv.DictReader(io.StringIO(compare.csv_text([run])))
+    assert row["test_perplexity"] == "" and float(row["test_perplexity_log"]) == evaluation["loss"]
+    assert compare.html([run], "step")

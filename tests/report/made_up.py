@@ -25,7 +25,7 @@ def cell(grid: Grid, name: str) -> Cell:
 def write_run(
     cell: Cell,
     seed: int = 1,
-    perplexity: float = 20.0,
+    perplexity: float | None = 20.0,
     usage: float = 90.0,
     kl: float = 0.5,
     kwords_per_s: float = 10.0,
@@ -40,7 +40,8 @@ def write_run(
     directory.mkdir(parents=True, exist_ok=True)
     _write(directory / "status.json", {"state": state, "step": step, "reason": reason})
     valid = [
-        {"kind": "valid", "step": at, "perplexity": perplexity * factor} for at, factor in ((step // 2, 2), (step, 1))
+        {"kind": "valid", "step": at, "perplexity": perplexity and perplexity * factor}
+        for at, factor in ((step // 2, 2), (step, 1))
     ]
     train = {"kind": "train", "step": step, "loss": 3.0}
     (directory / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (*valid, train)))

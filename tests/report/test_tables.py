@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pkm.experiments.grid import names
+from pkm.report.page import write_report
 from pkm.report.results import GridResult, read_results
 from pkm.report.tables import csv_rows, csv_table, grid_table, latex, latex_table
 from tests.report.made_up import NASTY, cell, grid, write_all, write_run, write_speed
@@ -232,3 +233,28 @@ class TestLatex:
         command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "table.tex"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:]
+
+
+class TestPerplexitiesThatNoNumberHolds:
+    def test_stand_as_such_in_every_format_and_no_mean_is_made_of_the_other_seeds(self, tmp_path: Path) -> None:
+        tried = grid("table2", tmp_path)
+        write_all(tried, (1, 2))
+        name = next(one.name for one in tried.cells if one.config.memory)
+        write_run(cell(tried, name), seed=2, perplexity=None)
+        result = read_results(tried, [1, 2])
+        one = next(one for one in result.cells if one.cell.name == name)
+        assert one.mean("perplexity") is None and one.spread("perplexity") is None and one.mean("usage") is not None
+        assert "> 1e300 [1]" in grid_table(result)
+        assert "$>$ 1e300" in latex_table(result)
+        found = next(row for row in csv_rows(result) if row["cell"] == name)
+        assert found["perplexity"] is None and found["reason"] == "perplexity > 1e300" and found["state"] == "finished"
+        assert write_report([result], tmp_path / "report")[0].exists()
+
+    def test_and_the_largest_that_one_holds_are_drawn_and_written_with_an_exponent(self, tmp_path: Path) -> None:
+        tried = grid("table2", tmp_path)
+        write_all(tried, (1, 2))
+        for seed in (1, 2):
+            write_run(cell(tried, tried.cells[0].name), seed=seed, perplexity=seed * 4e299)
+        result = read_results(tried, [1, 2])
+        assert "6e+299 ± 2.83e+299" in grid_table(result)
+        assert write_report([result], tmp_path / "report")[0].exists()
