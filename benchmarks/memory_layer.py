@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pkm.config.schema import MemoryConfig, QueryConfig, ValuesOptim
 from pkm.device import DTYPES
 from pkm.files import json_text
+from pkm.machine import keep_freed_memory
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.kernels import search_op
 from pkm.memory.layer import MemoryLayer
@@ -462,6 +463,8 @@ def main() -> None:
     device = torch.device(arguments.device)
     if arguments.busy:
         torch.set_num_threads(1)
+    if device.type == "cpu":
+        keep_freed_memory()  # as training does; the others gain from it too
     torch.manual_seed(0)
     where: Facts = {"machine": machine(device) + (", CPU time" if arguments.busy else "")}
 
