@@ -30,6 +30,7 @@ setup(
         "lxml_html_clean",  # trafilatura needs it, but asks for it by an extra that old versions of pip pass over
         "pyarrow",
         "trafilatura",
+        "webencodings",
         "zstandard",
     ],
     extras_require={

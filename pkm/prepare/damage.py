@@ -10,6 +10,8 @@ from pkm.errors import UserError
 
 # Before the end, only what is far beyond the limit stops a run, and only after this share of the input.
 EARLY_SHARE, EARLY_FACTOR = 0.05, 3.0
+# Where more than this is damaged, to pass it over is no advice: something else is wrong.
+MUCH = 0.2
 
 
 class DamageLimit:
@@ -46,11 +48,14 @@ class DamageLimit:
 
     def _stop(self) -> None:
         records, lost = self.damaged / max(self.records, 1), self.lost_bytes / self.total_bytes
+        fix = "do what is said there, or leave these files out of `sources`"
+        if (share := max(records, lost)) <= MUCH:
+            fix += f"; or have them passed over: limits.damaged={nice(share)}"
         raise UserError(
             f"too much of the input is damaged: {self.damaged} of {self.records} records ({records:.2%}) and "
             f"{lost:.2%} of the bytes; {self.allowed:.2%} are allowed{examples(self.named, 'damaged')}",
             where="limits.damaged",
-            fix=f"repair these files or leave them out, or allow more: limits.damaged={nice(max(records, lost))}",
+            fix=fix,
         )
 
 

@@ -37,9 +37,9 @@ from pkm.prepare.assign import Assignment
 from pkm.prepare.filters import Filter
 from pkm.prepare.input import extract
 from pkm.prepare.input.readers import read_piece
-from pkm.prepare.input.records import Found, Skipped, too_large
+from pkm.prepare.input.records import Damaged, Found, Skipped, too_large
 from pkm.prepare.input.sources import Input, Piece
-from pkm.prepare.input.streams import Damaged, line_runs, open_unpacked
+from pkm.prepare.input.streams import line_runs, open_text
 from pkm.prepare.settings import PrepareConfig, Tokenizer
 from pkm.prepare.spool import SpoolWriter, spooled, spooled_index
 from pkm.prepare.stage import Tick
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 NAMED = 20
 """Damaged records that a task names; the others are counted."""
+
+LONGEST_TEXT = 500
+"""Characters of where and why that are kept."""
 
 
 def load_config(work: Path) -> PrepareConfig:
@@ -80,10 +83,13 @@ class Tally:
         self.named: list[list[str]] = []
 
     def skip(self, found: Skipped) -> None:
-        self.dropped[found.kind] += 1
+        self.dropped[found.kind] += found.records
         self.lost_bytes += found.lost
-        if found.kind != "not_an_article" and len(self.named) < NAMED:
-            self.named.append([found.kind, printable(found.where), printable(found.why)])
+        if found.kind == "not_an_article":
+            return
+        self.records += found.records
+        if len(self.named) < NAMED:
+            self.named.append([found.kind, printable(found.where[:LONGEST_TEXT]), printable(found.why[:LONGEST_TEXT])])
 
     def report(self) -> dict[str, Any]:
         return {
@@ -103,14 +109,13 @@ def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     limit = int(config.limits.document_megabytes * 2**20)
     tally = Tally()
     chunks: list[dict[str, Any]] = []
-    raw, stream = open_unpacked(file.url)
+    raw, stream = open_text(file.url, file.format)
     block_bytes = max(1 << 10, min(1 << 20, target // 4))
     with raw:
         chunk = _Chunk(work, rank, 0, 0)
         try:
             for offset, run in line_runs(stream, limit, block_bytes):
                 if run is None:
-                    tally.records += 1
                     tally.skip(too_large(f"{file.url}, byte {offset}", limit))
                     # A document that the line stood in the middle of ends here.
                     run = b"\n"
@@ -122,7 +127,6 @@ def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
                 chunk.write(run[cut:])
                 tick(raw.tell() / max(file.size, 1), 0)
         except Damaged as error:
-            tally.records += 1
             where = f"{file.url}, byte {chunk.offset + chunk.size}"
             tally.skip(Skipped("damaged", where, str(error), max(0, file.size - stream.tell())))
         chunks.append(chunk.close())
@@ -175,22 +179,17 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     for piece in pieces:
         seen = 0
         for found in _found(piece, limit):
-            tally.records += not (isinstance(found, Skipped) and found.kind == "not_an_article")
             if isinstance(found, Skipped):
                 tally.skip(found)
                 continue
+            tally.records += 1
             words = len(found.split())
             reason = judge.reason_to_drop(found, words)
-            if reason is None:
-                text = found.replace("\r\n", "\n").replace("\r", "\n")
-                try:
-                    spool.add(text.encode("utf-8"), _identity(text, config.tokenizer))
-                except UnicodeEncodeError:
-                    tally.skip(Skipped("damaged", piece.file.url, "half a surrogate pair, which no text can hold"))
-                    continue
             if reason is not None:
                 tally.dropped[reason] += 1
             else:
+                text = found.replace("\r\n", "\n").replace("\r", "\n")
+                spool.add(text.encode("utf-8"), _identity(text, config.tokenizer))
                 tally.words += words
             seen += len(found)
             tick((done + min(seen, piece.text_bytes)) / total, tally.words)

@@ -259,12 +259,12 @@ def test_damage_is_counted_named_and_skipped_up_to_the_set_share(prepared):
     with pytest.raises(UserError, match=r"2 of 100 records \(2.00%\)") as caught:
         prepared("in.jsonl", limits={"damaged": 0.01})
     assert "in.jsonl:11: not JSON" in str(caught.value)
-    assert "in.jsonl: half a surrogate pair" in str(caught.value)
+    assert "in.jsonl:21: half a surrogate pair" in str(caught.value)
     assert "limits.damaged=0.05" in str(caught.value)
     assert not Path("prepared/out").exists()
     corpus = open_corpus(prepared("in.jsonl", limits={"damaged": 0.02}))
     assert corpus.manifest["dropped"] == {"damaged": 2}
-    assert [where for _, where, _ in corpus.manifest["named"]] == ["in.jsonl", "in.jsonl:11"]
+    assert [where for _, where, _ in corpus.manifest["named"]] == ["in.jsonl:11", "in.jsonl:21"]
 
 
 def test_a_file_that_ends_early_counts_by_its_bytes(prepared):

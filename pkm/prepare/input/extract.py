@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from pkm.errors import UserError
-from pkm.prepare.input.streams import Damaged
+from pkm.prepare.input.records import Damaged
 
 # Pages take milliseconds. Only one that would take for ever reaches this, so it does not depend on the machine's load.
 SECONDS = 120.0

@@ -1,22 +1,19 @@
-"""Records out of pieces of files: plain text, JSON lines, Parquet. (Web archives: warc.py.)"""
+"""Records out of pieces of files: plain text and JSON lines here, Parquet in parquet.py, web archives in warc.py."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
-from pkm.errors import UserError
-from pkm.prepare.input.records import Found, Skipped, decoded, too_large
+from pkm.prepare.input.compression import BLOCK
+from pkm.prepare.input.json_values import OneALine
+from pkm.prepare.input.parquet import read_parquet
+from pkm.prepare.input.records import Damaged, Found, Skipped, article, decoded, too_large
 from pkm.prepare.input.sources import Piece
-from pkm.prepare.input.streams import BLOCK, Damaged, line_start, lines, open_raw, open_unpacked
+from pkm.prepare.input.streams import line_start, lines, open_raw, open_text, open_unpacked
 from pkm.prepare.input.warc import read_warc
 
 BOM = b"\xef\xbb\xbf"
-ROWS = 64
-# Text never packs this well; a row group that does would fill memory with nothing.
-BOMB_RATIO, BOMB_BYTES = 200, 1 << 28
 
 
 def read_piece(piece: Piece, limit: int) -> Iterator[Found]:
@@ -26,7 +23,7 @@ def read_piece(piece: Piece, limit: int) -> Iterator[Found]:
     """
     file = piece.file
     if file.format == "parquet":
-        yield from _parquet(piece, limit)
+        yield from read_parquet(piece, limit)
     elif file.format == "warc":
         yield from read_warc(piece, limit)
     elif file.format == "text" and file.documents == "file":
@@ -34,7 +31,9 @@ def read_piece(piece: Piece, limit: int) -> Iterator[Found]:
     elif file.format == "text" and file.documents == "blank":
         yield from _paragraphs(piece, limit)
     else:
-        for _, where, line in _lines(piece, limit):
+        for inside, where, line in _lines(piece, limit):
+            if not inside:
+                return
             if isinstance(line, Skipped):
                 yield line
             elif line.strip():
@@ -42,7 +41,7 @@ def read_piece(piece: Piece, limit: int) -> Iterator[Found]:
 
 
 def _whole_file(piece: Piece, limit: int) -> Iterator[Found]:
-    raw, stream = open_unpacked(piece.file.url)
+    raw, stream = open_text(piece.file.url, "text")
     with raw:
         data = bytearray()
         try:
@@ -51,38 +50,40 @@ def _whole_file(piece: Piece, limit: int) -> Iterator[Found]:
         except Damaged as error:
             yield Skipped("damaged", piece.file.url, str(error), lost=piece.file.size)
             return
-    if len(data) > limit:
-        yield too_large(piece.file.url, limit)
-    else:
-        yield decoded(bytes(data).removeprefix(BOM), piece.file.url)
+    yield too_large(piece.file.url, limit) if len(data) > limit else decoded(bytes(data), piece.file.url)
 
 
-def _lines(piece: Piece, limit: int) -> Iterator[tuple[int, str, bytes | Skipped]]:
-    """(offset, where, line) of every line that begins in the piece; Skipped in place of a line that cannot be read."""
-    url = piece.file.url
-    raw, stream = open_unpacked(piece.chunk or url)
+def _lines(piece: Piece, limit: int) -> Iterator[tuple[bool, str, bytes | Skipped]]:
+    """(whether it begins in the piece, where, line) of every line from the first that does, to the file's end.
+
+    Skipped in place of a line that cannot be read.
+    """
+    url, file_format = piece.file.url, piece.file.format
+    raw, stream = open_unpacked(piece.chunk) if piece.chunk else open_text(url, file_format)
     with raw:
         start, stop = piece.start, piece.stop
         if stream is raw:
             start = line_start(raw, start)
             raw.seek(start)
         elif not piece.chunk and start:
-            # A compressed file without a compressed file's name: the reader of its first piece reads all of it.
+            # What can only be read from its start is read whole by the reader of its first piece.
             return
         else:
             stop = None
-        offset = start
+        offset, records = start, 0
         try:
             for number, (offset, line) in enumerate(lines(stream, limit, start), 1):
-                if stop is not None and offset >= stop:
-                    return
                 where = f"{url}:{number}" if start == 0 else f"{url}, byte {offset}"
-                if offset == 0 and line is not None:
+                if isinstance(stream, OneALine):
+                    records += line is None or bool(line.strip())
+                    where = f"{url}, object {records}"
+                if line is not None:
+                    # Files put one after the other have marks within.
                     line = line.removeprefix(BOM)
-                yield offset, where, too_large(where, limit) if line is None else line
+                yield stop is None or offset < stop, where, too_large(where, limit) if line is None else line
         except Damaged as error:
             lost = 0 if piece.chunk else max(0, piece.file.size - stream.tell())
-            yield offset, url, Skipped("damaged", f"{url}, byte {offset}", str(error), lost)
+            yield True, url, Skipped("damaged", f"{url}, byte {offset}", str(error), lost)
 
 
 def _json(line: bytes, column: str, where: str) -> Found:
@@ -90,25 +91,25 @@ def _json(line: bytes, column: str, where: str) -> Found:
     if isinstance(text, Skipped):
         return text
     try:
-        record = json.loads(text)
+        # Whole numbers are of no use here, and Python refuses those of more than 4,300 digits.
+        record = json.loads(text, parse_int=float)
     except (ValueError, RecursionError) as error:
         return Skipped("damaged", where, f"not JSON: {error}")
     if not isinstance(record, dict) or column not in record:
-        fields = f"its fields are {', '.join(map(str, list(record)[:8]))}" if isinstance(record, dict) else "no object"
+        fields = f"its fields are {', '.join(list(record)[:8])}" if isinstance(record, dict) else "no object"
         return Skipped("damaged", where, f"no field {column!r}: {fields}")
     value = record[column]
     if value is not None and not isinstance(value, str):
         return Skipped("damaged", where, f"the field {column!r} holds no text")
-    return value or ""
+    return article(value or "", where)
 
 
 def _paragraphs(piece: Piece, limit: int) -> Iterator[Found]:
     """Documents between blank lines. One belongs to the piece in which its first line begins."""
     elsewhere = bool(piece.start) and not piece.chunk and not _follows_blank_line(piece)
-    stop = None if piece.chunk else piece.stop
     document: list[bytes] = []
     size, begin = 0, ""
-    for offset, where, line in _lines(replace(piece, stop=None), limit):
+    for inside, where, line in _lines(piece, limit):
         broken = isinstance(line, Skipped) and line.kind == "damaged"
         if broken or line == b"" or (isinstance(line, bytes) and not line.strip()):
             if size:
@@ -117,7 +118,7 @@ def _paragraphs(piece: Piece, limit: int) -> Iterator[Found]:
             if isinstance(line, Skipped):
                 yield line
             continue
-        if not size and stop is not None and offset >= stop:
+        if not size and not inside:
             return
         if not elsewhere:
             begin = begin if size else where
@@ -130,66 +131,6 @@ def _paragraphs(piece: Piece, limit: int) -> Iterator[Found]:
 
 def _joined(document: list[bytes], size: int, where: str, limit: int) -> Found:
     return decoded(b"\n".join(document), where) if size <= limit + 1 else too_large(where, limit)
-
-
-def _parquet(piece: Piece, limit: int) -> Iterator[Found]:
-    import pyarrow
-    import pyarrow.parquet
-
-    file = piece.file
-    with open_raw(file.url) as raw:
-        try:
-            table = pyarrow.parquet.ParquetFile(raw)
-        except (pyarrow.ArrowException, OSError) as error:
-            yield Skipped("damaged", file.url, f"not Parquet: {_first_line(error)}", lost=file.size)
-            return
-        _check_column(table.schema_arrow, file.column, file.url)
-        stop = table.num_row_groups if piece.stop is None else piece.stop
-        for group in range(piece.start, stop):
-            yield from _row_group(table, group, file.column, f"{file.url}, row group {group}", limit)
-
-
-def _row_group(table: Any, group: int, column: str, where: str, limit: int) -> Iterator[Found]:
-    import pyarrow
-
-    rows = table.metadata.row_group(group)
-    chunks = [rows.column(i) for i in range(rows.num_columns)]
-    packed, unpacked = next(
-        (c.total_compressed_size, c.total_uncompressed_size) for c in chunks if c.path_in_schema == column
-    )
-    if unpacked > BOMB_BYTES and unpacked > BOMB_RATIO * max(packed, 1):
-        yield Skipped("too_large", where, f"{packed} bytes that unpack to {unpacked}")
-        return
-    try:
-        for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[column]):
-            for row in range(batch.num_rows):
-                value = batch.column(0)[row].as_py()
-                if isinstance(value, bytes):
-                    yield decoded(value, where) if len(value) <= limit else too_large(where, limit)
-                elif value is not None and len(value) > limit // 4 and len(value.encode()) > limit:
-                    yield too_large(where, limit)
-                else:
-                    yield value or ""
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        yield Skipped("damaged", where, _first_line(error), lost=packed)
-
-
-def _check_column(schema: Any, column: str, url: str) -> None:
-    import pyarrow.types as types
-
-    if column not in schema.names:
-        raise UserError(
-            f"it has no column {column!r}; its columns are {', '.join(schema.names)}", url, "name one with `column:`"
-        )
-    kind = schema.field(column).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_string_view)
-    if not any(is_text(kind) for is_text in texts):
-        raise UserError(f"the column {column!r} holds {kind}, not text", url, "name another with `column:`")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _follows_blank_line(piece: Piece) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 from pkm.errors import UserError
 from pkm.files import refusal
 from pkm.format import printable
+from pkm.prepare.input.compression import ENDINGS, HEAD_BYTES, Compression, compression_of
 from pkm.prepare.input.listing import BROKEN, NAMED_TWICE, Found, LeftOut, files_at
-from pkm.prepare.input.streams import ENDINGS, Compression, compression_of, filesystem
+from pkm.prepare.input.streams import filesystem
 from pkm.prepare.settings import PrepareConfig, Source
 
 MIB = 1 << 20
@@ -170,7 +171,7 @@ def _compression(fs: Any, name: str) -> Compression | None:
     if "file" in _protocols(fs):
         try:
             with open(name, "rb") as file:
-                return compression_of(file.read(6))
+                return compression_of(file.read(HEAD_BYTES))
         except OSError as error:
             raise refusal(error, name) from error
     return ENDINGS.get(PurePosixPath(name.lower()).suffix)

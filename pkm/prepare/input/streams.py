@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import io
-import lzma
 import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal
 
 import fsspec
-import zstandard
 
 from pkm.errors import UserError
 from pkm.files import refusal
+from pkm.prepare.input.compression import BLOCK, HEAD_BYTES, Unpacked, compression_of
+from pkm.prepare.input.encodings import Recoded, marked_encoding
+from pkm.prepare.input.foreign import Refused, foreign
+from pkm.prepare.input.json_values import OneALine, holds_values
+from pkm.prepare.input.records import Damaged
 
-Compression = Literal["gz", "zst", "xz"]
-MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\x00": "xz"}
-ENDINGS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz"}
-BLOCK = 1 << 16
-# Window (zst) and dictionary (xz) a file may ask for: what `zstd --ultra -22` and `xz -9` need.
-WINDOW_BYTES = 1 << 27
-# zstd's decompressor takes no bound on its output: a block of 128 KiB may come from 4 bytes, so it is fed in small bites.
-ZST_BITE = 1 << 10
-
-
-class Damaged(Exception):
-    """A file or record that cannot be read; the message says why."""
+# What is looked at to tell what kind of text a file holds.
+HEAD_TEXT = 1 << 12
 
 
 def filesystem(url: str) -> tuple[Any, str]:
@@ -48,96 +41,37 @@ def open_raw(url: str) -> BinaryIO:
     return raw
 
 
-def compression_of(head: bytes) -> Compression | None:
-    """What the first bytes of a file say it is compressed with."""
-    return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
-
-
-class _Member:
-    """The decompressor of one gzip member, zst frame or xz stream, all three behind one call."""
-
-    def __init__(self, kind: Compression):
-        self._kind = kind
-        self._object: Any
-        if kind == "gz":
-            self._object = zlib.decompressobj(31)
-        elif kind == "xz":
-            self._object = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2 * WINDOW_BYTES)
-        else:
-            self._object = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).decompressobj()
-
-    @property
-    def hungry(self) -> bool:
-        """Whether it has nothing to give without more input."""
-        return self._kind != "xz" or self._object.needs_input
-
-    @property
-    def done(self) -> bool:
-        return self._object.eof
-
-    def take(self, data: bytes, size: int) -> tuple[bytes, bytes]:
-        """(output, input that was not used); the output has at most `size` bytes (zst: at most 32 MiB)."""
-        if self._kind == "zst":
-            output, left = self._object.decompress(data[:ZST_BITE]), data[ZST_BITE:]
-        else:
-            output = self._object.decompress(data, size)
-            left = self._object.unconsumed_tail if self._kind == "gz" else b""
-        return output, (self._object.unused_data + left if self.done else left)
-
-
-class Unpacked:
-    """Reads a compressed stream in pieces of bounded size. Concatenated members and frames are one stream.
-
-    `read(n)` returns at most n bytes, b"" at the end. Raises Damaged where the data is broken or ends too early.
-    """
-
-    def __init__(self, raw: BinaryIO, kind: Compression):
-        self._raw, self._kind = raw, kind
-        self._member: _Member | None = None
-        self._input = b""
-        self._output = memoryview(b"")
-        self._ended = False
-
-    def tell(self) -> int:
-        """Up to where in the compressed file everything was unpacked."""
-        return self._raw.tell() - len(self._input)
-
-    def read(self, size: int) -> bytes:
-        while not self._output and not self._ended:
-            self._output = memoryview(self._more(size))
-        piece, self._output = self._output[:size], self._output[size:]
-        return bytes(piece)
-
-    def _more(self, size: int) -> bytes:
-        """The next output; b"" also where input had to be skipped first."""
-        starved = False
-        if not self._input and (self._member is None or self._member.hungry):
-            self._input = self._raw.read(BLOCK)
-            starved = not self._input
-        if self._member is None:
-            # Between members: the file may end here, and zeros may pad it.
-            self._input = self._input.lstrip(b"\0")
-            self._ended = starved
-            if not self._input:
-                return b""
-            self._member = _Member(self._kind)
-        try:
-            output, self._input = self._member.take(self._input, size)
-        except (zlib.error, lzma.LZMAError, zstandard.ZstdError, MemoryError) as error:
-            raise Damaged(f"broken {self._kind} data: {error}") from error
-        if self._member.done:
-            self._member = None
-        elif starved and not output:
-            raise Damaged(f"the file ends in the middle of its {self._kind} data")
-        return output
-
-
 def open_unpacked(url: str) -> tuple[BinaryIO, Any]:
     """(the file as it is, the bytes in it): the second is the first where the file is not compressed."""
     raw = open_raw(url)
-    kind = compression_of(raw.read(6))
+    kind = compression_of(raw.read(HEAD_BYTES))
     raw.seek(0)
     return raw, (Unpacked(raw, kind) if kind else raw)
+
+
+def open_text(url: str, format: str) -> tuple[BinaryIO, Any]:
+    """(the file as it is, its text in UTF-8), for JSON an object a line: the second is the first where the file is that.
+
+    Otherwise the second can only be read from its start. It raises Damaged, saying what to do, for a file of another kind.
+    """
+    raw, stream = open_unpacked(url)
+    head = _peek(stream)
+    if what := foreign(head, url):
+        return raw, Refused(what)
+    if encoding := marked_encoding(head):
+        stream = Recoded(stream, encoding)
+        head = stream.peek(HEAD_TEXT)
+    if format == "jsonl" and holds_values(head):
+        stream = OneALine(stream)
+    return raw, stream
+
+
+def _peek(stream: Any) -> bytes:
+    if isinstance(stream, Unpacked):
+        return stream.peek(HEAD_TEXT)
+    head = stream.read(HEAD_TEXT)
+    stream.seek(0)
+    return head
 
 
 def lines(stream: Any, limit: int, offset: int = 0) -> Iterator[tuple[int, bytes | None]]:

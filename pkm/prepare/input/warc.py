@@ -7,23 +7,28 @@ through.
 
 from __future__ import annotations
 
-import codecs
 import re
 import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from pkm.prepare.input.compression import BLOCK, HEAD_BYTES, Mismatch, Unpacked, compression_of
+from pkm.prepare.input.encodings import page_text
 from pkm.prepare.input.extract import extract
-from pkm.prepare.input.records import Found, Skipped, decoded, too_large
+from pkm.prepare.input.records import Damaged, Found, Skipped, article, too_large
 from pkm.prepare.input.sources import Piece
-from pkm.prepare.input.streams import BLOCK, Damaged, Unpacked, bounded, compression_of, line_start, open_raw
+from pkm.prepare.input.streams import bounded, line_start, open_raw
 
 LONGEST_LINE, MOST_HEADERS = 1 << 16, 1000
 HTML = ("text/html", "application/xhtml+xml")
 MEMBER = b"\x1f\x8b\x08"
 # A record is read past, block by block, up to so many times the limit; beyond it the next member is looked for instead.
 PATIENCE = 16
-META_CHARSET = re.compile(rb"""<meta[^>]{0,200}charset\s*=\s*["']?\s*([A-Za-z0-9_:-]{2,40})""", re.IGNORECASE)
+RECORD = b"WARC/1."
+
+
+class _BadHeader(Exception):
+    """The header of a record that does not say what it should."""
 
 
 class _TooLarge(Exception):
@@ -34,7 +39,7 @@ def read_warc(piece: Piece, limit: int) -> Iterator[Found]:
     """The articles of the records that begin in a piece of an archive."""
     url = piece.file.url
     with open_raw(url) as raw:
-        kind = compression_of(raw.read(6))
+        kind = compression_of(raw.read(HEAD_BYTES))
         if kind == "gz":
             yield from _members(raw, piece, limit)
         elif kind is None:
@@ -48,16 +53,17 @@ def read_warc(piece: Piece, limit: int) -> Iterator[Found]:
 
 def _guarded(stream: _Buffer, raw: BinaryIO, piece: Piece, limit: int) -> Iterator[Found]:
     """The records of an archive that is one stream; what follows after damage to the stream itself is lost."""
+    url, size = piece.file.url, piece.file.size
     stop = None if stream.stream is not raw else piece.stop
     try:
-        yield from _records(stream, piece.file.url, limit, stop)
-    except Damaged as error:
-        where = f"{piece.file.url}, byte {stream.stream.tell()}"
-        yield Skipped("damaged", where, str(error), lost=max(0, piece.file.size - stream.stream.tell()))
-    except _TooLarge:
-        where = f"{piece.file.url}, byte {raw.tell()}"
-        yield too_large(where, limit)
-        yield Skipped("damaged", where, "what follows it is not read", lost=max(0, piece.file.size - raw.tell()))
+        yield from _records(stream, url, limit, stop)
+    except (Damaged, _TooLarge) as error:
+        sound = stream.sound(0) if stream.stream is not raw else stream.whole
+        where = f"{url}, byte {sound}"
+        if isinstance(error, _TooLarge):
+            yield too_large(where, limit)
+        why = str(error) or "what follows it is not read"
+        yield Skipped("damaged", where, why, lost=max(0, size - sound))
 
 
 def _members(raw: BinaryIO, piece: Piece, limit: int) -> Iterator[Found]:
@@ -69,14 +75,16 @@ def _members(raw: BinaryIO, piece: Piece, limit: int) -> Iterator[Found]:
     while position is not None and (piece.stop is None or position < piece.stop):
         where = f"{url}, byte {position}"
         raw.seek(position)
-        member = _OneMember(raw, position)
+        member = Unpacked(raw, "gz", single=True)
+        stream = _Buffer(member, 0)
         end: int | None
         try:
-            yield from _records(_Buffer(member, 0), where, limit, None)
-            end = member.end()
+            yield from _records(stream, where, limit, None)
+            end = member.tell()
         except Damaged as error:
+            sound = stream.sound(position)
             end = _next_member(raw, position + 1)
-            yield Skipped("damaged", where, str(error), lost=(size if end is None else end) - position)
+            yield Skipped("damaged", where, str(error), lost=max(0, (size if end is None else end) - sound))
         except _TooLarge:
             yield too_large(where, limit)
             end = _next_member(raw, position + 1)
@@ -110,57 +118,27 @@ def _next_member(raw: BinaryIO, position: int) -> int | None:
         position += len(block) - len(MEMBER) + 1
 
 
-class _OneMember:
-    """The text of one gzip member of a file; b"" at its end."""
-
-    def __init__(self, raw: BinaryIO, position: int):
-        self._raw, self._position = raw, position
-        self._object = zlib.decompressobj(31)
-        self._input = b""
-        self._taken = 0
-
-    def read(self, size: int) -> bytes:
-        while not self._object.eof:
-            starved = False
-            if not self._input:
-                self._raw.seek(self._position + self._taken)
-                self._input = self._raw.read(BLOCK)
-                self._taken += len(self._input)
-                starved = not self._input
-            try:
-                output = self._object.decompress(self._input, size)
-            except zlib.error as error:
-                raise Damaged(f"broken gz data: {error}") from error
-            self._input = self._object.unconsumed_tail
-            if output:
-                return output
-            if starved and not self._object.eof:
-                raise Damaged("the file ends in the middle of its gz data")
-        return b""
-
-    def end(self) -> int:
-        """Where the member ends in the file; what is left of it is read past."""
-        while self.read(1 << 20):
-            pass
-        return self._position + self._taken - len(self._object.unused_data)
-
-
 class _Buffer:
-    """Lines and blocks from a stream. `offset` counts the bytes given out."""
+    """Lines and blocks from a stream. `offset` counts the bytes given out, `whole` those up to the last whole record."""
 
     def __init__(self, stream: Any, offset: int):
         self.stream, self.offset = stream, offset
+        self.whole = offset
         self._data = b""
 
+    def sound(self, begin: int) -> int:
+        """About where in the compressed file, in which the stream begins at `begin`, the last whole record ends."""
+        read = self.offset + len(self._data)
+        return begin + (self.stream.tell() - begin) * self.whole // max(read, 1)
+
     def line(self) -> bytes:
-        """The next line with its newline; b"" at the end. Raises Damaged for one of unlikely length."""
+        """The next line with its newline. Raises _BadHeader for one of unlikely length, Damaged at the end."""
         while (end := self._data.find(b"\n")) < 0:
             if len(self._data) > LONGEST_LINE:
-                raise Damaged("a header line without end")
+                raise _BadHeader("a line without end")
             block = self.stream.read(BLOCK)
             if not block:
-                end = len(self._data) - 1
-                break
+                raise Damaged("the file ends in the middle of a WARC header")
             self._data += block
         return self._give(end + 1)
 
@@ -196,6 +174,11 @@ class _Buffer:
             left -= len(piece)
         return size - left
 
+    def put_back(self, data: bytes) -> None:
+        """The next bytes are these, which `take` gave last."""
+        self._data = data + self._data
+        self.offset -= len(data)
+
     def _give(self, size: int) -> bytes:
         piece, self._data = self._data[:size], self._data[size:]
         self.offset += len(piece)
@@ -220,17 +203,19 @@ def _records(stream: _Buffer, where: str, limit: int, stop: int | None) -> Itera
             continue
         try:
             headers = _headers(stream)
-            length = int(headers["content-length"])
-            kind = headers["warc-type"]
-            if length < 0:
-                raise ValueError
-        except (Damaged, KeyError, ValueError) as error:
+            kind, length = headers.get("warc-type"), headers.get("content-length")
+            if kind is None or length is None:
+                raise _BadHeader(f"no {'WARC-Type' if kind is None else 'Content-Length'}")
+            if not re.fullmatch("[0-9]{1,18}", length):
+                raise _BadHeader(f"its Content-Length is {length[:60]!r}")
+        except _BadHeader as error:
             if not lost_way:
                 yield Skipped("damaged", where, f"bad WARC header: {error}")
             lost_way = True
             continue
         lost_way = False
-        yield from _record(stream, headers, kind, length, where, limit)
+        yield from _record(stream, headers, kind, int(length), where, limit)
+        stream.whole = stream.offset
 
 
 def _record(
@@ -239,24 +224,41 @@ def _record(
     """What one record gives. Leaves the stream behind its content."""
     if headers.get("warc-target-uri"):
         where = f"{where} ({headers['warc-target-uri'][:200]})"
-    article = kind in ("response", "conversion", "resource")
-    if not article or length > limit:
+    wanted = kind in ("response", "conversion", "resource")
+    if not wanted or length > limit:
         if length > PATIENCE * limit:
             raise _TooLarge
         skipped = stream.skip(length)
         if skipped < length:
             raise Damaged("the file ends in the middle of a record")
-        yield too_large(where, limit) if article else Skipped("not_an_article", where, f"a record of type {kind[:40]}")
+        yield too_large(where, limit) if wanted else Skipped("not_an_article", where, f"a record of type {kind[:40]}")
         return
     content = stream.take(length)
-    if len(content) < length:
-        raise Damaged("the file ends in the middle of a record")
+    if not (len(content) == length and _is_followed(stream)):
+        # A Content-Length that is too large must not cost the records that it reaches into.
+        if (next_record := content.find(b"\n" + RECORD)) >= 0:
+            stream.put_back(content[next_record + 1 :])
+            yield Skipped("damaged", where, "its Content-Length is not the length of its content")
+            return
+        if len(content) < length:
+            raise Damaged("the file ends in the middle of a record")
     try:
         yield _article(headers, kind, content, where, limit)
     except OverflowError:
         yield too_large(where, limit)
     except Damaged as error:
         yield Skipped("damaged", where, str(error))
+
+
+def _is_followed(stream: _Buffer) -> bool:
+    """Whether a record ends here: another one follows, or nothing. Raises Mismatch where its checksum differs."""
+    try:
+        return stream.peek(9).lstrip(b"\r\n")[:5] in (b"WARC/", b"")
+    except Mismatch:
+        raise
+    except Damaged:
+        # Of what follows: whoever reads it meets it again.
+        return True
 
 
 def _headers(stream: _Buffer) -> dict[str, str]:
@@ -270,13 +272,13 @@ def _headers(stream: _Buffer) -> dict[str, str]:
         name, colon, value = line.partition(":")
         if colon:
             headers.setdefault(name.strip().lower(), value.strip())
-    raise Damaged(f"more than {MOST_HEADERS} header lines")
+    raise _BadHeader(f"more than {MOST_HEADERS} lines")
 
 
 def _article(headers: dict[str, str], kind: str, content: bytes, where: str, limit: int) -> Found:
     """The text of a page. Raises Damaged where its body is broken, OverflowError where it unpacks to too much."""
     if kind == "conversion":
-        return decoded(content, where)
+        return article(page_text(content, headers.get("content-type", ""), "utf-8"), where)
     media = headers.get("warc-identified-payload-type", "")
     charset = ""
     if kind == "response" and content.startswith(b"HTTP/"):
@@ -291,11 +293,11 @@ def _article(headers: dict[str, str], kind: str, content: bytes, where: str, lim
         media = media or charset
     media = media.partition(";")[0].strip().lower()
     if media == "text/plain" and kind == "resource" and not headers.get("warc-target-uri", "").startswith("metadata:"):
-        return decoded(content, where)
+        return article(page_text(content, charset), where)
     if media not in HTML:
         return Skipped("not_an_article", where, f"not a page but {media[:60] or 'of unknown type'}")
-    text = extract(_decode_page(content, charset))
-    return Skipped("not_an_article", where, "a page without an article") if text is None else text
+    text = extract(page_text(content, charset))
+    return Skipped("not_an_article", where, "a page without an article") if text is None else article(text, where)
 
 
 def _split_http(content: bytes) -> tuple[dict[str, str], bytes]:
@@ -331,26 +333,5 @@ def _unchunked(body: bytes) -> bytes:
             return b"".join(parts)
         parts.append(body[size.end() : size.end() + length])
         position = size.end() + length + 2
-    # Not chunked after all, or cut short: what is there is taken as it is.
-    return b"".join(parts) if parts else body
-
-
-def _decode_page(content: bytes, content_type: str) -> str:
-    """A page as text: UTF-8 if it is that, else what it says to be, else what browsers take for the web's default."""
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        pass
-    named = re.search(r"charset\s*=\s*[\"']?([\w:-]{2,40})", content_type, re.IGNORECASE)
-    meta = META_CHARSET.search(content[:4096])
-    for name in (named[1] if named else "", meta[1].decode() if meta else ""):
-        try:
-            codec = codecs.lookup(name).name if name else "utf-8"
-        except LookupError:
-            continue
-        if codec not in ("utf-8", "ascii", "iso8859-1"):
-            try:
-                return content.decode(codec, "replace")
-            except (LookupError, UnicodeError):
-                continue
-    return content.decode("cp1252", "replace")
+    # Not chunked after all, damaged or cut short: what is there is taken as it is.
+    return b"".join([*parts, body[position:]])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -17,24 +19,10 @@ from pkm.errors import UserError
 from pkm.prepare.input import sources
 from pkm.prepare.input.readers import read_piece
 from pkm.prepare.input.records import Skipped
-from pkm.prepare.input.sources import Input, Piece, list_inputs, pieces_of, units_of
-from pkm.prepare.settings import PrepareConfig
+from pkm.prepare.input.sources import Input, Piece, units_of
+from tests.support.reading import LIMIT, inputs, read
 
-LIMIT = 1000
 FEW = settings(max_examples=60, deadline=None)
-
-
-def inputs(path: str, **source) -> list[Input]:
-    return list_inputs(PrepareConfig.model_validate({"name": "x", "sources": [{"path": path, **source}]}))
-
-
-def read(path: Path | str, target: int | None = None, limit: int = LIMIT, **source) -> list:
-    """Texts, and (kind, why) of what was skipped, of all pieces of a file one after the other."""
-    found = []
-    for file in inputs(str(path), **source):
-        for piece in pieces_of(file, target) if target else [Piece(file)]:
-            found += read_piece(piece, limit)
-    return [(record.kind, record.why) if isinstance(record, Skipped) else record for record in found]
 
 
 @FEW
@@ -111,9 +99,108 @@ def test_one_file_is_one_document_without_its_byte_order_mark(tmp_path: Path):
     assert read(tmp_path) == [
         "one\n\ntwo",
         "thrée",
-        ("damaged", "not UTF-8: byte 0xff at 0 (it begins like UTF-16)"),
+        "a",
         ("too_large", "larger than 0.000953674 MB"),
     ]
+
+
+def test_no_text_holds_half_a_surrogate_pair(tmp_path: Path):
+    """It would end whatever reads it as UTF-8 later: identifying the language, the spool, the encoder."""
+    lines = [
+        r'{"text": "one \ud83d"}',
+        r'{"text": "\ude00"}',
+        r'{"text": "\ud83d\ude00"}',
+        r'{"text": "\ud83d\ud83d\ude00"}',
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    # As some programs write it, each half for itself.
+    (tmp_path / "in.txt").write_bytes(b"two\xed\xa0\xbd\xed\xb8\x80\nfine")
+    found = [r for f in inputs(str(tmp_path), documents="line") for r in read_piece(Piece(f), LIMIT)]
+    assert [r.where.rpartition(":")[2] if isinstance(r, Skipped) else r for r in found] == [
+        "1",
+        "2",
+        "\U0001f600",
+        "4",
+        "1",
+        "fine",
+    ]
+    assert "half a surrogate pair (U+D83D)" in found[0].why and "half a surrogate pair (U+DE00)" in found[1].why
+
+
+def test_files_put_one_after_the_other_may_have_marks_within(tmp_path: Path):
+    mark = "\ufeff"
+    (tmp_path / "a.jsonl").write_text(f'{mark}{{"text": "one"}}\n{mark}{{"text": "{mark}two"}}\n{mark}\n')
+    assert read(tmp_path / "a.jsonl") == ["one", "two"]
+    (tmp_path / "a.txt").write_text(f"{mark}one\n\n{mark}two\n")
+    assert read(tmp_path / "a.txt", documents="blank") == ["one", "two"]
+
+
+def test_a_number_of_any_length_beside_the_text_does_no_harm(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(f'{{"id": {"9" * 500}, "text": "one"}}\n{{"text": {"7" * 500}}}\n')
+    limited = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(640)
+    try:
+        (tmp_path / "b.jsonl").write_text(f'{{"id": {"9" * 800}, "text": "one"}}\n')
+        assert read(tmp_path) == ["one", ("damaged", "the field 'text' holds no text"), "one"]
+    finally:
+        sys.set_int_max_str_digits(limited)
+
+
+def test_text_in_utf_16_without_a_mark_is_not_taken_for_utf_8(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes("Plain words".encode("utf-16-le"))
+    assert read(tmp_path) == [("damaged", "not text: over a quarter of its bytes are NUL (UTF-16 without a mark?)")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("target", [None, 100])
+def test_text_in_utf_16_with_its_mark_is_read(tmp_path: Path, encoding, pack, target):
+    texts = [f"Größe {i} \U0001f600 über" for i in range(40)]
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\r\n" for text in texts)
+    mark = "\ufeff" if encoding.endswith("be") else ""
+    (tmp_path / "a.jsonl").write_bytes(pack((mark + lines).encode(encoding)))
+    (tmp_path / "b.txt").write_bytes(pack((mark + "\n\n".join(texts)).encode(encoding)))
+    assert read(tmp_path / "a.jsonl", target) == texts
+    assert read(tmp_path / "b.txt", target, documents="blank") == texts
+    assert read(tmp_path / "b.txt", target, documents="line") == texts
+
+
+def test_two_damaged_bytes_in_front_make_no_utf_16_of_a_file(tmp_path: Path):
+    for mark in (b"\xff\xfe", b"\xfe\xff"):
+        (tmp_path / "a.txt").write_bytes(mark + b"is damaged\nthis \xff as well\n" + b"fine\n" * 3)
+        found = read(tmp_path / "a.txt", documents="line")
+        assert [r for r in found if isinstance(r, str)] == ["fine"] * 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\x03\x04 and so on", r"a ZIP archive: name what is in it: path: zip://\*.jsonl::.*in.jsonl"),
+        (b"a" * 257 + b"ustar\0", "a tar archive"),
+        (gzip.compress(gzip.compress(b"text")), r"compressed twice \(gz once more inside\)"),
+        (b"\x04\x22\x4d\x18 and so on", "compressed with LZ4: unpack it"),
+        (gzip.compress(b"WARC/1.0\r\n"), "a web archive: give `format: warc`"),
+        (b"PAR1\x15\x04", "a Parquet file: give `format: parquet`"),
+    ],
+)
+@pytest.mark.parametrize("kind", [{}, {"format": "text"}, {"format": "text", "documents": "line"}])
+def test_a_file_of_another_kind_is_named_and_lost_whole(tmp_path: Path, content, message, kind):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    (found,) = [r for f in inputs(str(path), **kind) for r in read_piece(Piece(f), LIMIT)]
+    assert found.kind == "damaged" and found.lost == len(content)
+    assert re.match(message, found.why)
+
+
+def test_what_the_message_about_an_archive_says_to_do_works(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with zipfile.ZipFile("a.zip", "w") as archive:
+        archive.writestr("in/a.txt", "zipped")
+    with tarfile.open("a.tar.gz", "w:gz") as archive:
+        Path("b.txt").write_text("in a tar")
+        archive.add("b.txt", "in/b.txt")
+    assert read("zip://**/*.txt::a.zip") == ["zipped"]
+    assert read("tar://**/*.txt::a.tar.gz") == ["in a tar"]
 
 
 def test_a_truncated_file_gives_what_comes_before_and_one_damage(tmp_path: Path):
@@ -124,70 +211,6 @@ def test_a_truncated_file_gives_what_comes_before_and_one_damage(tmp_path: Path)
     assert found[0] == "0 0"
     assert found[-1] == ("damaged", "the file ends in the middle of its zst data")
     assert sum(isinstance(record, tuple) for record in found) <= 2
-
-
-@pytest.fixture
-def parquet(tmp_path: Path) -> Path:
-    """The layout of cc_news, in row groups of 7."""
-    rows = {"title": [f"t{i}" for i in range(50)], "text": [f"article {i}" for i in range(50)], "url": [None] * 50}
-    rows["text"][3] = None
-    rows["text"][4] = "x" * 1001
-    pq.write_table(pa.table(rows), tmp_path / "in.parquet", row_group_size=7)
-    return tmp_path / "in.parquet"
-
-
-@pytest.mark.parametrize("target", [None, 300, 1000])
-def test_parquet_rows_come_once_and_in_order_from_any_row_groups(parquet, target):
-    found = read(parquet, target)
-    expected = [f"article {i}" for i in range(50)]
-    expected[3], expected[4] = "", ("too_large", "larger than 0.000953674 MB")
-    assert found == expected
-
-
-def test_parquet_is_cut_at_row_groups_when_it_is_large(parquet):
-    assert len(pieces_of(inputs(str(parquet))[0], 300)) > 2
-
-
-def test_damaged_parquet_is_one_damage_a_row_group(parquet, tmp_path: Path):
-    content = bytearray(parquet.read_bytes())
-    group = pq.read_metadata(parquet).row_group(2).column(1)
-    content[group.data_page_offset : group.data_page_offset + 30] = b"\xff" * 30
-    parquet.write_bytes(bytes(content))
-    found = read(parquet)
-    assert sum(isinstance(r, tuple) and r[0] == "damaged" for r in found) == 1
-    assert found[-1] == "article 49"
-    (tmp_path / "no.parquet").write_bytes(b"PAR1 not really PAR1")
-    assert read(tmp_path / "no.parquet")[0][0] == "damaged"
-
-
-def test_a_parquet_column_that_is_not_there_or_holds_no_text_is_named(parquet, tmp_path: Path):
-    with pytest.raises(UserError, match=r"no column 'body'; its columns are title, text, url"):
-        read(parquet, column="body")
-    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "n.parquet")
-    with pytest.raises(UserError, match="holds int64, not text"):
-        read(tmp_path / "n.parquet")
-
-
-@pytest.mark.parametrize("kind", ["large_string", "binary", "dictionary"])
-def test_parquet_text_may_be_stored_in_any_way(tmp_path: Path, kind):
-    text = pa.array(["un", "deux", "un"])
-    types = {
-        "large_string": pa.large_string(),
-        "binary": pa.binary(),
-        "dictionary": pa.dictionary(pa.int32(), pa.string()),
-    }
-    pq.write_table(pa.table({"text": text.cast(types[kind])}), tmp_path / "t.parquet")
-    assert read(tmp_path / "t.parquet") == ["un", "deux", "un"]
-
-
-def test_a_parquet_bomb_is_skipped_by_its_row_groups_sizes(tmp_path: Path, monkeypatch):
-    from pkm.prepare.input import readers
-
-    monkeypatch.setattr(readers, "BOMB_BYTES", 1 << 20)
-    table = pa.table({"text": ["\0" * (4 << 20)]})
-    pq.write_table(table, tmp_path / "bomb.parquet", compression="zstd", use_dictionary=False)
-    found = read(tmp_path / "bomb.parquet")
-    assert found[0][0] == "too_large" and "that unpack to" in found[0][1]
 
 
 def test_files_are_found_by_path_folder_glob_and_list_and_none_twice(tmp_path: Path, monkeypatch):

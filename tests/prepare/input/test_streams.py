@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
-import tracemalloc
 import zlib
 
 import pytest
@@ -13,68 +12,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkm.prepare.input.streams import Damaged, Unpacked, bounded, compression_of, line_runs, line_start, lines
+from pkm.prepare.input.records import Damaged
+from pkm.prepare.input.streams import bounded, line_runs, line_start, lines
 
 PACK = {"gz": gzip.compress, "xz": lzma.compress, "zst": zstandard.compress}
 FEW = settings(max_examples=40, deadline=None)
-
-
-def unpacked(data: bytes, kind: str, size: int = 1000) -> bytes:
-    stream = Unpacked(io.BytesIO(data), kind)
-    return b"".join(iter(lambda: stream.read(size), b""))
-
-
-@pytest.mark.parametrize("kind", PACK)
-def test_members_one_after_the_other_and_padding_are_one_stream(kind):
-    text = b"some text\n" * 20_000
-    packed = PACK[kind](text[:777]) + PACK[kind](b"") + PACK[kind](text[777:])
-    assert compression_of(packed[:6]) == kind
-    assert unpacked(packed, kind) == text
-    assert unpacked(packed + bytes(512), kind) == text
-
-
-@pytest.mark.parametrize("kind", PACK)
-@FEW
-@given(share=st.floats(0.001, 0.999))
-def test_a_truncated_file_is_never_taken_for_a_whole_one(kind, share):
-    packed = PACK[kind](b"".join(b"%d, " % (i * i) for i in range(20_000)))
-    with pytest.raises(Damaged, match="ends in the middle"):
-        unpacked(packed[: max(1, int(share * len(packed)))], kind)
-
-
-@pytest.mark.parametrize("kind", PACK)
-def test_garbage_after_the_data_is_damage_and_what_came_before_is_given(kind):
-    stream = Unpacked(io.BytesIO(PACK[kind](b"text") + b"garbage!"), kind)
-    assert stream.read(100) == b"text"
-    with pytest.raises(Damaged, match=r"broken|ends in the middle"):
-        stream.read(100)
-
-
-@pytest.mark.parametrize("kind", PACK)
-def test_a_bomb_is_read_in_bounded_memory(kind):
-    chunk = bytes(1 << 20)
-    if kind == "gz":
-        packer = zlib.compressobj(9, wbits=31)
-    elif kind == "xz":
-        packer = lzma.LZMACompressor(preset=0)
-    else:
-        packer = zstandard.ZstdCompressor(level=1).compressobj()
-    packed = b"".join([packer.compress(chunk) for _ in range(300)] + [packer.flush()])
-    tracemalloc.start()
-    stream = Unpacked(io.BytesIO(packed), kind)
-    size = sum(map(len, iter(lambda: stream.read(1 << 20), b"")))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert size == 300 << 20
-    assert peak < 80 << 20
-
-
-def test_a_frame_that_asks_for_gigabytes_of_window_is_refused():
-    parameters = zstandard.ZstdCompressionParameters(window_log=30, compression_level=1)
-    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    packed = packer.compress(b"x" * 100) + packer.flush()
-    with pytest.raises(Damaged, match="zst"):
-        unpacked(packed, "zst")
 
 
 @FEW

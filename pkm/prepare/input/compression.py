@@ -1,0 +1,138 @@
+"""Compressed files: gzip (RFC 1952), Zstandard (RFC 8878), xz, bzip2, of any number of members, frames or streams."""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import re
+import struct
+import zlib
+from typing import Any, BinaryIO, Literal
+
+import zstandard
+
+from pkm.prepare.input.buffered import Buffered
+from pkm.prepare.input.records import Damaged
+
+Compression = Literal["gz", "zst", "xz", "bz2"]
+ENDINGS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz", ".bz2": "bz2"}
+# zst: a frame, or one to be skipped, which is where what pzstd writes begins. bz2: a block, or the end of none.
+HEADS: dict[Compression, re.Pattern[bytes]] = {
+    "gz": re.compile(rb"\x1f\x8b"),
+    "zst": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+    "xz": re.compile(rb"\xfd7zXZ\x00"),
+    "bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
+}
+HEAD_BYTES = 10
+# How zlib and zstd say so.
+CHECKSUM = re.compile("incorrect (data|length) check|checksum")
+BLOCK = 1 << 16
+# Window (zst) and dictionary (xz) a file may ask for: what `zstd --ultra -22` and `xz -9` need.
+WINDOW_BYTES = 1 << 27
+# zstd's decompressor takes no bound on its output: a block of 128 KiB may come from 4 bytes, so it is fed in small bites.
+ZST_BITE = 1 << 10
+# A web archive's dictionary is in its first frame, one to be skipped of this kind, perhaps compressed itself.
+DICTIONARY_FRAME, DICTIONARY_HEAD, DICTIONARY_BYTES = b"\x5d\x2a\x4d\x18", b"\x37\xa4\x30\xec", 1 << 24
+
+
+def compression_of(head: bytes) -> Compression | None:
+    """What the first HEAD_BYTES of a file say it is compressed with."""
+    return next((kind for kind, pattern in HEADS.items() if pattern.match(head)), None)
+
+
+class Mismatch(Damaged):
+    """What was unpacked is not what was packed: its checksum differs, though nothing before it could tell."""
+
+
+class _Member:
+    """The decompressor of one gzip member, zst frame, xz or bz2 stream, all behind one call. zst: makes those of frames."""
+
+    def __init__(self, kind: Compression, zst: zstandard.ZstdDecompressor | None):
+        self._kind = kind
+        self._object: Any
+        if kind == "gz":
+            self._object = zlib.decompressobj(31)
+        elif kind == "xz":
+            self._object = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2 * WINDOW_BYTES)
+        elif kind == "bz2":
+            self._object = bz2.BZ2Decompressor()
+        else:
+            assert zst is not None
+            self._object = zst.decompressobj()
+
+    @property
+    def hungry(self) -> bool:
+        """Whether it has nothing to give without more input."""
+        return self._kind in ("gz", "zst") or self._object.needs_input
+
+    @property
+    def done(self) -> bool:
+        return self._object.eof
+
+    def take(self, data: bytes, size: int) -> tuple[bytes, bytes]:
+        """(output, input that was not used); the output has at most `size` bytes (zst: at most 32 MiB)."""
+        if self._kind == "zst":
+            output, left = self._object.decompress(data[:ZST_BITE]), data[ZST_BITE:]
+        else:
+            output = self._object.decompress(data, size)
+            left = self._object.unconsumed_tail if self._kind == "gz" else b""
+        return output, (self._object.unused_data + left if self.done else left)
+
+
+class Unpacked(Buffered):
+    """What a compressed stream unpacks to. Concatenated members and frames are one stream, unless `single`."""
+
+    def __init__(self, raw: BinaryIO, kind: Compression, single: bool = False):
+        super().__init__()
+        self._raw, self._kind, self._single = raw, kind, single
+        self._zst: zstandard.ZstdDecompressor | None = None
+        self._member: _Member | None = None
+        self._input = b""
+        self._unpacked = raw.tell()
+
+    def tell(self) -> int:
+        return self._unpacked
+
+    def _more(self, size: int) -> bytes:
+        starved = False
+        if not self._input and (self._member is None or self._member.hungry):
+            self._input = self._raw.read(BLOCK)
+            starved = not self._input
+        if self._member is None:
+            # Between members: the file may end here, and zeros may pad it.
+            self._input = self._input.lstrip(b"\0")
+            self._ended = starved
+            if not self._input:
+                return b""
+        first = self._kind == "zst" and self._zst is None
+        dictionary = self._dictionary() if first else b""
+        try:
+            if first:
+                words = zstandard.ZstdCompressionDict(dictionary) if dictionary else None
+                self._zst = zstandard.ZstdDecompressor(dict_data=words, max_window_size=WINDOW_BYTES)
+            if self._member is None:
+                self._member = _Member(self._kind, self._zst)
+            output, self._input = self._member.take(self._input, size)
+        except (zlib.error, lzma.LZMAError, zstandard.ZstdError, MemoryError, EOFError, OSError) as error:
+            kind_of_damage = Mismatch if CHECKSUM.search(str(error)) else Damaged
+            raise kind_of_damage(f"broken {self._kind} data: {error}") from error
+        if output or self._member.done:
+            self._unpacked = self._raw.tell() - len(self._input)
+        if self._member.done:
+            self._member, self._ended = None, self._single
+        elif starved and not output:
+            raise Damaged(f"the file ends in the middle of its {self._kind} data")
+        return output
+
+    def _dictionary(self) -> bytes:
+        """What a web archive may begin with (IIPC, "Use of Zstandard compression in WARC files"); b"" if it does not."""
+        if self._input[:4] != DICTIONARY_FRAME or len(self._input) < 8:
+            return b""
+        end = 8 + min(struct.unpack("<I", self._input[4:8])[0], DICTIONARY_BYTES)
+        if len(self._input) < end:
+            self._input += self._raw.read(end - len(self._input))
+        content = self._input[8:end]
+        if HEADS["zst"].match(content):
+            content = Unpacked(io.BytesIO(content), "zst").peek(DICTIONARY_BYTES)
+        return content if content[:4] == DICTIONARY_HEAD else b""
