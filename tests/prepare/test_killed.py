@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[2]
 # The shipped program, with pieces and shards so small that there is much to be killed in the middle of.
 PROGRAM = f"""
 import os, runpy, sys, threading
-from pkm.corpus import prepare, sources
+from pkm.prepare import pipeline
+from pkm.prepare.input import sources
 sources.SMALLEST_PIECE = sources.LARGEST_PIECE = 8000
-prepare.SMALLEST_SHARD = prepare.LARGEST_SHARD = 16000
+pipeline.SMALLEST_SHARD = pipeline.LARGEST_SHARD = 16000
 if "HOLD" in os.environ:  # once it has said so, the program waits to be interrupted
     write = sys.stdout.write
 
