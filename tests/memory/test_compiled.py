@@ -50,7 +50,19 @@ def scores_of(kind, shape):
     return scores
 
 
-KINDS = ["random", "ties", "all equal", "zeros", "nan", "infinite", "huge", "tiny", "far apart", "close", "one above all"]
+KINDS = [
+    "random",
+    "ties",
+    "all equal",
+    "zeros",
+    "nan",
+    "infinite",
+    "huge",
+    "tiny",
+    "far apart",
+    "close",
+    "one above all",
+]
 SHAPES = [(3, 5, 16, 4), (1, 1, 12, 12), (5, 4, 1, 1), (4, 3, 48, 12), (2, 7, 300, 9), (2, 3, 130, 64), (1, 0, 8, 3)]
 
 
