@@ -42,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
     add("--venv", type=Path, help="virtual environment (default: the one that runs this)")
     add("--setup", action="append", default=[], metavar="LINE", help="shell line before the start: 'module load cuda'")
     add("--no-doctor", dest="doctor", action="store_false", help="train without scripts/doctor.py looking at the ranks")
-    add("--print-directory", action="store_true", help="print the run's directory and do nothing else")
     return parser
 
 
@@ -50,18 +49,12 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     given = vars(parser().parse_intermixed_args())
     config, overrides = given.pop("config"), given.pop("overrides")
-    dry_run, print_directory = given.pop("dry_run"), given.pop("print_directory")
+    dry_run = given.pop("dry_run")
     from pkm.slurm import launch
 
-    if print_directory:
-        from pkm.config.schema import load
-
-        print(load(config, overrides).config.directory)
-        return 0
     given |= {key: tuple(given[key]) for key in ("sbatch", "setup")}
     job = launch.Job(**given | {"venv": given["venv"] or launch.environment()})
-    root = Path(__file__).resolve().parent.parent
-    for line in launch.launch(job, config, overrides, root, dry_run):
+    for line in launch.launch(job, config, overrides, dry_run):
         print(line)
     return 0
 

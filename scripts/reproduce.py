@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--report-only", action="store_true", help="run nothing; report what is there")
     add("--report", type=Path, metavar="DIR", help="where the report goes (default: runs/reproduce/SCALE/report)")
     add("--measure-speed-again", action="store_true", help="words a second, also where they are measured already")
-    add("--slurm", action="store_true", help="submit what is not finished as one job array (needs submitit)")
+    add("--slurm", action="store_true", help="submit what is not finished as one job array ")
     add = parser.add_argument_group("with --slurm, as for scripts/launch_slurm.py").add_argument
     add("--nodes", type=int, default=1, help="of each run, which share its GPUs evenly (default: %(default)s)")
     add("--time", default="24:00:00", help="of one turn of a job, as for sbatch (default: %(default)s)")
@@ -148,14 +148,15 @@ def submit(jobs: list[Job], folder: Path, args: argparse.Namespace) -> None:
     names = ("nodes", "time", "margin", "cpus_per_task", "mem", "partition", "account", "qos", "constraint", "job_name")
     given = {name: getattr(args, name) for name in names}
     asked = launch.Job(
-        **given, gpus_per_node=args.gpus_per_run // args.nodes, sbatch=tuple(args.sbatch), setup=tuple(args.setup)
-    )
+        **given, gpus_per_node=args.gpus_per_run // args.nodes, sbatch=tuple(args.sbatch), setup=tuple(args.setup),
+        venv=launch.environment(), doctor=False,
+    )  # fmt: skip
     check(jobs, asked.ranks, here=False)
-    waiting = job_array.turns(jobs, asked)
-    if args.dry_run:
-        print(*job_array.shown(folder, asked, args.jobs, waiting), sep="\n")
+    waiting = job_array.waiting(jobs, asked)
+    if args.dry_run and waiting:
+        print(job_array.script(waiting, asked, folder, args.jobs))
     elif waiting:
-        number = job_array.submit(job_array.executor(folder, asked, args.jobs), waiting)[0].job_id.partition("_")[0]
+        number = job_array.submit(waiting, asked, folder, args.jobs)
         print(f"submitted job array {number}: {len(waiting)} runs, of {len(jobs)}; logs in {folder}")
         print("when they are done, the same command with --report-only in place of --slurm reports them")
     else:

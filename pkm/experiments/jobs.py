@@ -16,7 +16,7 @@ from pkm.corpus.store import open_corpus
 from pkm.device import pick_device, pick_precision
 from pkm.errors import UserError
 from pkm.experiments.grid import Cell, Grid
-from pkm.run.status import read_report, read_status
+from pkm.run.status import is_finished
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SPEED = TRAIN.parent / "scripts" / "speed.py"
@@ -48,9 +48,7 @@ class Job:
 
     def is_finished(self) -> bool:
         """Whether it is trained and has its report."""
-        status = read_status(self.directory)
-        done = status.get("state") == "finished" and status.get("step", 0) >= self.config.optim.steps
-        return done and read_report(self.directory) is not None
+        return is_finished(self.directory, self.config.optim.steps)
 
     def saved_step(self) -> int:
         """Where it would go on: the step of its newest checkpoint; 0 without one."""

@@ -17,8 +17,7 @@ from pkm.distributed.torchrun import ONE_NODE, kill_all
 from pkm.errors import UserError
 from pkm.experiments.jobs import SPEED, TRAIN, Job
 from pkm.machine import cores
-from pkm.run.status import read_status
-from pkm.run.stop import STOP_FILE
+from pkm.run.status import STOP_FILE, read_status
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from pkm.errors import EXIT_USER_ERROR, ReportedByOtherRank, UserError
 from pkm.run.changes import refuse_changes
 from pkm.run.lock import Lock
 from pkm.run.metrics import Metrics
-from pkm.run.status import State, newest_checkpoint, read_report, read_status, write_status
-from pkm.run.stop import STOP_FILE, Stopped
+from pkm.run.status import STOP_FILE, State, newest_checkpoint, read_report, read_status, write_status
+from pkm.run.stop import Stopped
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""status.json and report.json of a run: where it stands, and what it scored."""
+"""status.json and report.json of a run: where it stands, and what it scored; and the file STOP, which asks it to stop."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pkm.errors import UserError
 from pkm.machine import lives
 
 State = Literal["running", "stopped", "finished", "failed"]
+STOP_FILE = "STOP"
 
 
 def read_status(directory: Path) -> dict[str, Any]:
@@ -59,3 +60,10 @@ def read_report(directory: Path) -> dict[str, Any] | None:
     """What report.json says; None if there is none that can be read."""
     report = files.read_json(directory / "report.json")
     return report if report and "evaluation" in report else None
+
+
+def is_finished(directory: Path, steps: int) -> bool:
+    """Whether a run of that many steps is trained and has its report."""
+    status = read_status(directory)
+    done = status.get("state") == "finished" and status.get("step", 0) >= steps
+    return done and read_report(directory) is not None

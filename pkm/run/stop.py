@@ -12,8 +12,8 @@ import torch
 import torch.distributed as td
 
 from pkm.distributed.dist import is_main, world_size
+from pkm.run.status import STOP_FILE
 
-STOP_FILE = "STOP"
 # Why a run was told to stop. Ranks agree on the largest position in this list, so a later reason wins over an earlier one.
 REASONS = (None, "time limit", f"{STOP_FILE} file", "SIGUSR1", "SIGINT", "SIGTERM", "failed save")
 # A Ctrl-C reaches a rank twice, from the terminal and from torchrun: within so many seconds both count as one.

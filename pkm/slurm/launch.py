@@ -1,7 +1,7 @@
-"""A run as a job of a SLURM cluster: the sbatch file that starts it, checked beforehand, and its submission.
+"""Runs as jobs of a SLURM cluster: the sbatch file that starts one, or an array of them, checked beforehand, and its submission.
 
 The file only says what is asked of the cluster and what is to be run. How it is run (one torchrun a node, the signal
-before the end, the requeue) stands in scripts/slurm/, whose files it goes on with.
+before the end, the requeue) is turn.py's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +161,8 @@ def _mistakes_in_time(job: Job) -> Iterator[UserError]:
         yield error
         return
     if limit < SHORTEST_MINUTES:
-        yield UserError(f"{limit:g} minutes are over before a run has begun", "--time", f"write {TIME}")
+        least = f"at least {SHORTEST_MINUTES:g} minutes are needed"
+        yield UserError(f"{limit:g} minutes are over before a run has begun: {least}", "--time", f"write {TIME}")
     elif job.margin is not None and not 1 <= job.margin < limit:
         yield UserError(
             f"{job.margin:g} minutes do not fit into {limit:g}", "--margin", "write at least 1 and less than --time"
@@ -174,24 +175,31 @@ def max_minutes(job: Job, config: Config) -> float:
     return min(limit, config.max_minutes or limit)
 
 
-def file_of(config: Config) -> Path:
-    """Where a run's sbatch file is written."""
-    return config.directory / "slurm" / "launch.sbatch"
+@dataclass(frozen=True)
+class Work:
+    """What one job, or one of an array, has to do."""
+
+    title: str
+    config: Config
+    arguments: tuple[str, ...]
+    """Of train.py: a config file and key=value."""
+    train: bool = True
+    speed: bool = False
+    """Whether words a second are measured too."""
 
 
-def script(job: Job, config: Config, arguments: list[str], root: Path, directory: Path) -> str:
-    """The sbatch file.
+def script(job: Job, work: Sequence[Work], name: str, log: str, directory: Path, at_once: int | None = None) -> str:
+    """The sbatch file; of an array for several pieces of work.
 
-    config       of the run
-    arguments    what train.py is given: a config file and key=value; max_minutes is added
-    root         the repository, as every node sees it
+    name         of the job
+    log          where it goes if the job does not say; with sbatch's patterns
     directory    where relative paths start
+    at_once      jobs of an array that may run at a time
     """
-    template = root / "scripts" / "slurm" / ("one_node.sbatch" if job.nodes == 1 else "many_nodes.sbatch")
-    # A % would start one of the patterns of sbatch, of which %j, the job's id, is meant.
-    log = job.output or str((directory / config.directory / "slurm").absolute()).replace("%", "%%") + "/%j.log"
+    log = job.output or log
     options = {
-        "job-name": job.job_name or config.name,
+        "job-name": job.job_name or name,
+        "array": f"0-{len(work) - 1}" + (f"%{at_once}" if at_once else "") if len(work) > 1 else None,
         "nodes": job.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": job.gpus_per_node or None,
@@ -206,30 +214,36 @@ def script(job: Job, config: Config, arguments: list[str], root: Path, directory
         "open-mode": "append",
         "signal": f"B:USR1@{job.signal_seconds}",
     }
-    asked = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    settings = {
-        "PKM_ROOT": root,
-        "PKM_RANKS": job.ranks_per_node,
-        "PKM_GRACE": max(job.signal_seconds - 30, 10),
-        "PKM_DOCTOR": "yes" if job.doctor else "no",
-    }
-    run = [*arguments, f"max_minutes={max_minutes(job, config):g}"]
+    asked = [f"--{option}={value}" for option, value in options.items() if value is not None]
+    grace = max(job.signal_seconds - 30, 10)
+    turn = f"exec python -m pkm.slurm.turn --ranks {job.ranks_per_node} --grace {grace}" + " --doctor" * job.doctor
+    runs = [_arguments(job, one) for one in work]
+    if len(work) == 1:
+        what = [f"{turn} \\", f"    {runs[0]}"]
+    else:
+        cases = [f"{n}) work=({run}) ;; # {one.title}" for n, (run, one) in enumerate(zip(runs, work, strict=True))]
+        what = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac", f'{turn} "${{work[@]}}"']
+    more = f" and {len(work) - 1} more" if len(work) > 1 else ""
     return "\n".join(
         [
             "#!/bin/bash",
-            f"# Trains {config.directory} on {job.ranks} ranks. Written by scripts/launch_slurm.py; submit it again with sbatch.",
+            f"# {work[0].title}{more}, on {job.ranks} ranks. Submit it again with sbatch: it goes on where it was.",
             "",
             *(f"#SBATCH {option}" for option in (*asked, "--requeue", *job.sbatch)),
             "",
             f"cd {shlex.quote(str(directory))} || exit 2",
             *job.setup,
             *([f"source {shlex.quote(str(job.venv.absolute()))}/bin/activate"] if job.venv else []),
-            "export " + " ".join(f"{name}={shlex.quote(str(value))}" for name, value in settings.items()),
-            f"source {shlex.quote(str(template))} \\",
-            "    " + " ".join(map(shlex.quote, run)),
+            *what,
             "",
         ]
     )
+
+
+def _arguments(job: Job, work: Work) -> str:
+    """Of turn.py."""
+    flags = ["--train"] * work.train + ["--speed"] * work.speed
+    return " ".join(map(shlex.quote, [*flags, *work.arguments, f"max_minutes={max_minutes(job, work.config):g}"]))
 
 
 def submit(path: Path) -> str:
@@ -255,7 +269,12 @@ def environment() -> Path | None:
     return Path(sys.prefix) if sys.prefix != sys.base_prefix else None
 
 
-def launch(job: Job, config_file: str, overrides: list[str], root: Path, dry_run: bool = False) -> Iterator[str]:
+def escaped(folder: Path) -> str:
+    """A folder in a pattern of sbatch: a % would start one of those, of which %j, the job's id, is meant."""
+    return str(folder.absolute()).replace("%", "%%")
+
+
+def launch(job: Job, config_file: str, overrides: list[str], dry_run: bool = False) -> Iterator[str]:
     """Check, write and submit the job of a run; yields what is to be shown.
 
     UserError(s) if something is wrong with the config, the job, their fit, the disk or the submission.
@@ -264,11 +283,12 @@ def launch(job: Job, config_file: str, overrides: list[str], root: Path, dry_run
     config = resolved.config
     for note in check(job, resolved):
         yield f"note: {note}"
-    text = script(job, config, [config_file, *overrides], root, Path.cwd())
+    path = config.directory / "slurm" / "launch.sbatch"
+    work = Work(str(config.directory), config, (config_file, *overrides))
+    text = script(job, [work], config.name, f"{escaped(path.parent)}/%j.log", Path.cwd())
     if dry_run:
         yield text
         return
-    path = file_of(config)
     files.atomic_write(path, text)
     if job.output and "%" not in (folder := str(Path(job.output).parent)):
         with files.explained(folder):

@@ -45,7 +45,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def launch(config_file: Path, *overrides: str, dry_run: bool = True, **settings: object) -> str:
     job = slurm.Job(**{"nodes": 2, "gpus_per_node": 2, "time": "24:00:00"} | settings)  # type: ignore[arg-type]
-    return "\n".join(slurm.launch(job, config_file.name, list(overrides), REPOSITORY, dry_run))
+    return "\n".join(slurm.launch(job, config_file.name, list(overrides), dry_run))
 
 
 class TestLaunch:
@@ -102,18 +102,19 @@ class TestLaunch:
         path = Path("runs/a/b/slurm/launch.sbatch")
         assert "submitted job 4711" in shown and "slurm/4711.log" in shown
         assert cluster.said("sbatch") == [f"--parsable {path}"]
-        cluster.settings = {"FAKE_TRAIN": "pwd >$FAKE/where; status stopped 'time limit'"}
-        process = cluster.start(path.absolute(), nodes=nodes, cwd=cluster.folder)
+        cluster.settings = {"FAKE_TRAIN": "pwd >$FAKE/where; status stopped 'time limit'", "FAKE_RUN": "runs/a/b"}
+        process = cluster.start("bash", path.absolute(), nodes=nodes, cwd=cluster.folder)
         output, _ = process.communicate(timeout=60)
         assert (process.returncode, cluster.requeues()) == (0, 1), output
         assert (cluster.folder / "where").read_text().strip() == str(config_file.parent)
         train = [line for line in cluster.said("python") if "train.py" in line]
         assert len(train) == nodes
         assert (
-            train[0].endswith("/train.py c.yaml optim.steps=9 max_minutes=1425") and "--nproc-per-node 2 " in train[0]
+            train[0].endswith("/train.py c.yaml optim.steps=9 max_minutes=1425") and "--nproc-per-node=2 " in train[0]
         )
         environment = (cluster.folder / "environment").read_text().splitlines()
-        assert {"activated=yes, a module", "OMP_NUM_THREADS=6", "PKM_DOCTOR=yes"} <= set(environment)
+        assert {"activated=yes, a module", "OMP_NUM_THREADS=1"} <= set(environment)
+        assert sum("doctor.py" in line for line in cluster.said("python")) == nodes
 
     def test_the_log_goes_to_the_runs_directory_whatever_its_path(self, config_file: Path) -> None:
         line = next(line for line in launch(config_file).splitlines() if "--output" in line)
@@ -137,7 +138,7 @@ class TestLaunch:
     @pytest.mark.parametrize(
         ("settings", "words"),
         [
-            ({"time": "4"}, "over before a run has begun"),
+            ({"time": "2"}, "2 minutes are over before a run has begun: at least 5 minutes are needed"),
             ({"margin": 2000.0}, "do not fit into 1440"),
             ({"margin": 0.0}, "do not fit into 1440"),
             ({"gpus_per_node": 0, "nodes": 2}, "no GPU is asked for"),
@@ -202,4 +203,4 @@ class TestLaunch:
         )  # fmt: skip
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert "no sbatch on this machine" in done.stderr and "runs/a/b/slurm/launch.sbatch" in done.stderr
-        assert "one_node.sbatch" in Path("runs/a/b/slurm/launch.sbatch").read_text()
+        assert "pkm.slurm.turn" in Path("runs/a/b/slurm/launch.sbatch").read_text()

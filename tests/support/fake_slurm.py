@@ -1,15 +1,18 @@
-"""A cluster to run sbatch files on: stand-ins for SLURM's programs and, where a test does not ask for more, for python."""
+"""A cluster to run jobs on: stand-ins for SLURM's programs and, where a test does not ask for more, for what a job starts."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pkm.config.load import dump
+from tests.support.tiny import tiny_config
+
 REPOSITORY = Path(__file__).parents[2]
-SLURM = REPOSITORY / "scripts" / "slurm"
 
 SCONTROL = """#!/bin/bash
 echo "$*" >>"$FAKE/scontrol.log"
@@ -30,15 +33,17 @@ echo "$*" >>"$FAKE/sbatch.log"
 if [[ -n ${FAKE_REFUSAL:-} ]]; then echo "$FAKE_REFUSAL" >&2; exit 1; fi
 echo '4711;cluster'
 """
-# Tells the run's directory, plays the doctor, and for train.py what the test asks for.
+# Runs what looks after a turn of a job as it is; plays the doctor, and for train.py and speed.py what the test asks for.
 PYTHON = """#!/bin/bash
+if [[ "$*" == *pkm.slurm.turn* ]]; then exec $REAL_PYTHON "$@"; fi
 echo "$*" >>"$FAKE/python.log"
-status() { echo "{\\"state\\": \\"$1\\", \\"step\\": 7, \\"reason\\": \\"$2\\", \\"pid\\": $$}" >"$FAKE/run/status.json"; }
-until_asked() { echo >"$FAKE/begun"; until [[ -e $FAKE/run/STOP ]]; do sleep 0.02; done; }
+status() { echo "{\\"state\\": \\"$1\\", \\"step\\": 7, \\"reason\\": \\"$2\\", \\"pid\\": $$}" >"$FAKE_RUN/status.json"; }
+finish() { status finished; echo '{"evaluation": {}}' >"$FAKE_RUN/report.json"; }
+until_asked() { echo >"$FAKE/begun"; until [[ -e $FAKE_RUN/STOP ]]; do sleep 0.02; done; }
 case "$*" in
-*--print-directory*) echo "$FAKE/run" ;;
 *doctor.py*) eval "${FAKE_DOCTOR:-true}" ;;
 *train.py*) env >"$FAKE/environment"; eval "$FAKE_TRAIN" ;;
+*speed.py*) env >"$FAKE/environment"; eval "${FAKE_SPEED:-true}" ;;
 esac
 """
 
@@ -54,29 +59,38 @@ class Cluster:
     def run(self) -> Path:
         return self.folder / "run"
 
+    @property
+    def config(self) -> Path:
+        return self.folder / "c.yaml"
+
     def environment(self, nodes: int) -> dict[str, str]:
         return {
             "PATH": f"{self.folder}/bin:/usr/bin:/bin", "FAKE": str(self.folder), "FAKE_STATE": "RUNNING",
+            "FAKE_RUN": str(self.run), "REAL_PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY),
             "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "n[0-1]",
-            "SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_ON_NODE": "4",
-            "VIRTUAL_ENV": "stand-in", **self.settings,
+            "SLURM_CPUS_PER_TASK": "12", **self.settings,
         }  # fmt: skip
 
-    def start(self, *arguments: str | Path, nodes: int = 1, cwd: Path = REPOSITORY) -> subprocess.Popen[str]:
+    def start(self, *command: str | Path, nodes: int = 1, cwd: Path = REPOSITORY) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            ["bash", *map(str, arguments)], env=self.environment(nodes), cwd=cwd, text=True, start_new_session=True,
+            [*map(str, command)], env=self.environment(nodes), cwd=cwd, text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
+    def turn(self, *options: str, nodes: int = 1, steps: int = 7) -> subprocess.Popen[str]:
+        """What an sbatch file starts."""
+        arguments = ("--ranks=4", "--train", *options, self.config, f"optim.steps={steps}")
+        return self.start(sys.executable, "-m", "pkm.slurm.turn", *arguments, nodes=nodes)
+
     def job(
-        self, train: str, file: str = "one_node.sbatch", send: signal.Signals | None = None, **settings: str
+        self, train: str, *options: str, nodes: int = 1, send: signal.Signals | None = None, **settings: str
     ) -> tuple[int, str]:
-        """Run a job, sending it a signal once its run has begun: its exit status and what it said."""
+        """Run a turn of a job, sending it a signal once its run has begun: its exit status and what it said."""
         self.settings = {"FAKE_TRAIN": train, **settings}
         begun = self.folder / "begun"
         begun.unlink(missing_ok=True)
         os.mkfifo(begun)
-        process = self.start(SLURM / file, "c.yaml", "a.b=1", nodes=1 + (file != "one_node.sbatch"))
+        process = self.turn(*options, nodes=nodes)
         if send is not None:
             begun.read_text()
             process.send_signal(send)
@@ -92,10 +106,12 @@ class Cluster:
 
 
 def built(folder: Path) -> Cluster:
-    """The stand-ins, in an empty folder."""
+    """The stand-ins, in an empty folder, and the config of a run."""
     (folder / "bin").mkdir()
     for name, text in {"scontrol": SCONTROL, "srun": SRUN, "sbatch": SBATCH, "python": PYTHON}.items():
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     (folder / "run" / "checkpoints").mkdir(parents=True)
-    return Cluster(folder)
+    cluster = Cluster(folder)
+    cluster.config.write_text(dump(tiny_config(name="run", runs=str(folder), threads=None)))
+    return cluster

@@ -1,22 +1,23 @@
-"""The sbatch files are run for real, with stand-ins for SLURM's programs and, where not said otherwise, for python."""
+"""What looks after a turn of a job, run as a job does, with stand-ins for SLURM's programs and, where not said otherwise, for the
+run's. tests/slurm/real does it on a cluster."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pkm.config.load import dump
-from tests.support.fake_slurm import REPOSITORY, SLURM, Cluster
+from pkm.distributed.torchrun import kill_all
+from tests.support.fake_slurm import REPOSITORY, Cluster
 from tests.support.tiny import tiny_config
 
 
@@ -24,7 +25,7 @@ class TestRequeue:
     @pytest.mark.parametrize(
         ("train", "requeued", "exit_status"),
         [
-            ("status finished", False, 0),
+            ("finish", False, 0),
             ("status stopped 'time limit'", True, 0),
             # torchrun ends with an error when it had a signal to forward.
             ("status stopped SIGTERM; exit 1", True, 0),
@@ -40,9 +41,9 @@ class TestRequeue:
         assert (code, cluster.requeues()) == (exit_status, int(requeued)), output
 
     def test_many_nodes_are_requeued_by_the_same_rule(self, cluster: Cluster) -> None:
-        assert cluster.job("status finished", "many_nodes.sbatch")[0] == 0
-        assert cluster.requeues() == 0
-        code, output = cluster.job("status stopped 'time limit'", "many_nodes.sbatch")
+        code, output = cluster.job("status stopped 'time limit'", nodes=2)
+        assert (code, cluster.requeues()) == (0, 1), output
+        code, output = cluster.job("finish", nodes=2)
         assert (code, cluster.requeues()) == (0, 1), output
 
     def test_a_status_that_an_earlier_job_left_is_not_taken_for_this_ones(self, cluster: Cluster) -> None:
@@ -50,10 +51,15 @@ class TestRequeue:
         code, output = cluster.job("echo error: the corpus is gone; exit 2")
         assert (code, cluster.requeues()) == (2, 1), output
 
-    def test_a_run_that_was_finished_before_ends_the_job_well(self, cluster: Cluster) -> None:
-        cluster.job("status finished")
-        assert cluster.job("echo is finished")[0] == 0
-        assert cluster.requeues() == 0
+    def test_a_run_that_was_finished_before_ends_the_job_well_and_is_left_alone(self, cluster: Cluster) -> None:
+        cluster.job("finish")
+        assert cluster.job("exit 1")[0] == 0
+        assert cluster.requeues() == 0 and len(cluster.said("python")) == 1
+
+    def test_a_run_that_cannot_say_why_it_ended_is_marked_as_failed(self, cluster: Cluster) -> None:
+        cluster.job("exit 2")
+        status = json.loads((cluster.run / "status.json").read_text())
+        assert (status["state"], status["reason"]) == ("failed", "ended with status 2: see the job's log")
 
     def test_a_user_who_writes_the_file_stop_is_obeyed(self, cluster: Cluster) -> None:
         code, output = cluster.job("status stopped 'STOP file'")
@@ -73,19 +79,19 @@ class TestRequeue:
 
 class TestSignal:
     @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-    @pytest.mark.parametrize("file", ["one_node.sbatch", "many_nodes.sbatch"])
+    @pytest.mark.parametrize("nodes", [1, 2])
     def test_on_a_signal_the_run_finds_the_file_stop_and_is_waited_for(
-        self, cluster: Cluster, number: signal.Signals, file: str
+        self, cluster: Cluster, number: signal.Signals, nodes: int
     ) -> None:
         train = "until_asked; cat $FAKE/run/STOP >>$FAKE/stop; rm $FAKE/run/STOP; status stopped 'STOP file'"
-        if file == "many_nodes.sbatch":
+        if nodes == 2:
             train = f"if ((SLURM_NODEID == 0)); then {train}; fi"
-        code, output = cluster.job(train, file, number)
+        code, output = cluster.job(train, nodes=nodes, send=number)
         assert (cluster.folder / "stop").read_text() == f"SLURM job 7, {number.name}\n", output
         assert (code, cluster.requeues()) == (0, 1), output
 
     def test_a_run_that_finishes_meanwhile_is_not_requeued_and_leaves_no_stop_behind(self, cluster: Cluster) -> None:
-        assert cluster.job("until_asked; status finished", send=signal.SIGUSR1)[0] == 0
+        assert cluster.job("until_asked; finish", send=signal.SIGUSR1)[0] == 0
         assert cluster.requeues() == 0
         assert not (cluster.run / "STOP").exists()
 
@@ -109,7 +115,7 @@ class TestSignal:
         os.mkfifo(cluster.folder / "never")
         never = os.open(cluster.folder / "never", os.O_RDWR)
         train = 'until_asked; exec 1>&- 2>&-; read -r _ <"$FAKE/never"'
-        code, output = cluster.job(train, send=signal.SIGUSR1, PKM_GRACE="1")
+        code, output = cluster.job(train, "--grace=1", send=signal.SIGUSR1)
         os.write(never, b"\n")
         os.close(never)
         assert "did not stop within 1 s" in output
@@ -117,7 +123,7 @@ class TestSignal:
 
     def test_a_stop_that_a_killed_job_left_does_not_stop_the_next_one(self, cluster: Cluster) -> None:
         (cluster.run / "STOP").write_text("SLURM job 6, SIGUSR1\n")
-        cluster.job("[[ ! -e $FAKE/run/STOP ]] && status finished")
+        cluster.job("[[ ! -e $FAKE/run/STOP ]] && finish")
         assert json.loads((cluster.run / "status.json").read_text())["state"] == "finished"
 
     def test_a_stop_that_a_user_wrote_stays_for_the_run(self, cluster: Cluster) -> None:
@@ -128,16 +134,42 @@ class TestSignal:
 
 class TestDoctor:
     def test_training_does_not_begin_on_nodes_that_the_doctor_refuses(self, cluster: Cluster) -> None:
-        code, _ = cluster.job("touch $FAKE/trained", FAKE_DOCTOR="exit 1")
+        code, _ = cluster.job("touch $FAKE/trained", "--doctor", FAKE_DOCTOR="exit 1")
         assert code == 1 and not (cluster.folder / "trained").exists() and cluster.requeues() == 0
 
     def test_the_doctor_can_be_left_out(self, cluster: Cluster) -> None:
-        assert cluster.job("status finished", FAKE_DOCTOR="exit 1", PKM_DOCTOR="no")[0] == 0
+        assert cluster.job("finish", FAKE_DOCTOR="exit 1")[0] == 0
 
     def test_preempted_while_the_doctor_looks_the_job_is_requeued_without_training(self, cluster: Cluster) -> None:
-        code, output = cluster.job("touch $FAKE/trained", send=signal.SIGTERM, FAKE_DOCTOR="until_asked")
+        code, output = cluster.job("touch $FAKE/trained", "--doctor", send=signal.SIGTERM, FAKE_DOCTOR="until_asked")
         assert not (cluster.folder / "trained").exists()
         assert (code, cluster.requeues()) == (0, 1), output
+
+
+class TestSpeed:
+    MEASURED = """echo '{"trained": true}' >"$FAKE_RUN/speed.json" """
+
+    def test_words_a_second_are_measured_once_on_the_first_gpu_when_the_run_is_finished(self, cluster: Cluster) -> None:
+        gpus = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "FAKE_SPEED": self.MEASURED}
+        assert cluster.job("status stopped 'time limit'", "--speed", **gpus)[0] == 0
+        assert "speed.py" not in cluster.said("python")[-1]
+        for _ in range(2):
+            code, output = cluster.job("finish", "--speed", **gpus)
+            assert (code, cluster.requeues()) == (0, 1), output
+        assert [line.partition("scripts/")[2] for line in cluster.said("python")[2:]] == [
+            f"speed.py {cluster.config} optim.steps=7"
+        ]
+        assert "CUDA_VISIBLE_DEVICES=GPU-a" in (cluster.folder / "environment").read_text().splitlines()
+
+    def test_out_of_time_the_measurement_is_made_again_in_the_next_turn(self, cluster: Cluster) -> None:
+        speed = 'echo >"$FAKE/begun"; while true; do sleep 0.1; done'
+        code, output = cluster.job("finish", "--speed", send=signal.SIGUSR1, FAKE_SPEED=speed)
+        assert (code, cluster.requeues()) == (0, 1), output
+        assert not (cluster.run / "STOP").exists()
+
+    def test_a_measurement_that_fails_fails_the_job(self, cluster: Cluster) -> None:
+        code, output = cluster.job("finish", "--speed", FAKE_SPEED="exit 3")
+        assert (code, cluster.requeues()) == (3, 0) and "could not be measured" in output
 
 
 def listening() -> tuple[socket.socket, int]:
@@ -152,79 +184,60 @@ def listening() -> tuple[socket.socket, int]:
 
 class TestTorchrun:
     def test_one_node_starts_a_rank_for_each_gpu_with_its_share_of_the_cores(self, cluster: Cluster) -> None:
-        cluster.job("status finished")
-        directory, doctor, train = cluster.said("python")
-        assert directory.endswith("launch_slurm.py --print-directory c.yaml a.b=1")
-        start = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 4 "
-        assert doctor == start + f"{REPOSITORY}/scripts/doctor.py c.yaml a.b=1"
-        assert train == start + f"--max-restarts 3 {REPOSITORY}/train.py c.yaml a.b=1"
+        cluster.job("finish", "--doctor")
+        doctor, train = cluster.said("python")
+        start = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=4 "
+        assert doctor == start + f"{REPOSITORY}/scripts/doctor.py {cluster.config} optim.steps=7"
+        assert train == start + f"--max-restarts=3 {REPOSITORY}/train.py {cluster.config} optim.steps=7"
         environment = (cluster.folder / "environment").read_text().splitlines()
         assert "OMP_NUM_THREADS=3" in environment
-        assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=570" in environment
-        assert any(line.startswith("PET_SIGNALS_TO_HANDLE=") and "SIGUSR1" in line for line in environment)
 
     def test_many_nodes_meet_at_the_first_one_which_alone_hosts_the_meeting(self, cluster: Cluster) -> None:
-        cluster.job("status finished", "many_nodes.sbatch", PKM_DOCTOR="no", SLURM_RESTART_COUNT="2")
-        first, second = [line for line in cluster.said("python") if "train.py" in line]
+        cluster.job("finish", nodes=2, SLURM_RESTART_COUNT="2")
+        first, second = cluster.said("python")
         assert " --rdzv-conf is_host=1 " in first and " --rdzv-conf is_host=0 " in second
         # Port 10007, unless somebody listens there.
         rest = re.compile(
-            r"--nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint head:10\d\d\d --rdzv-id 7.2 "
-            rf"--max-restarts 3 {REPOSITORY}/train.py c.yaml a.b=1$"
+            r"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=head:10\d\d\d --rdzv-id=7.2.train --nproc-per-node=4 "
+            rf"--max-restarts=3 {REPOSITORY}/train.py \S+ optim.steps=7$"
         )
         assert rest.search(first) and rest.search(second)
 
     def test_a_port_that_somebody_listens_at_is_passed_over(self, cluster: Cluster) -> None:
         server, number = listening()
         with server:
-            cluster.job("status finished", "many_nodes.sbatch", PKM_DOCTOR="no", SLURM_JOB_ID=str(number))
-        meeting = next(line for line in cluster.said("python") if "train.py" in line).split("head:")[1].split()[0]
+            cluster.job("finish", nodes=2, SLURM_JOB_ID=str(number))
+        meeting = cluster.said("python")[0].split("head:")[1].split()[0]
         assert int(meeting) > 10000 + number
 
     def test_a_failure_of_one_node_fails_the_job(self, cluster: Cluster) -> None:
-        code, _ = cluster.job("((SLURM_NODEID == 0))", "many_nodes.sbatch")
+        code, _ = cluster.job("((SLURM_NODEID == 0))", nodes=2)
         assert code == 1 and cluster.requeues() == 0
 
 
-def test_the_shell_files_are_clean_to_shellcheck() -> None:
-    found = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
-    if found is None:
-        pytest.skip("shellcheck is not installed")
-    done = subprocess.run(
-        [found, "-x", "-P", REPOSITORY, *sorted(SLURM.iterdir())], capture_output=True, text=True, cwd=REPOSITORY
-    )
-    assert done.returncode == 0, done.stdout
-
-
-def ranks_below(pid: int) -> dict[int, int]:
+def ranks_below(pid: int) -> dict[int, psutil.Process]:
     """Rank -> process, of the train.py processes that descend from `pid`."""
-    found = {}
-    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        found |= ranks_below(child)
-        if b"train.py" in Path(f"/proc/{child}/cmdline").read_bytes():
-            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            found |= {int(v.removeprefix(b"RANK=")): child for v in variables if v.startswith(b"RANK=")}
-    return found
+    ranks = [child for child in psutil.Process(pid).children(recursive=True) if "RANK" in child.environ()]
+    return {int(rank.environ()["RANK"]): rank for rank in ranks}
 
 
-def test_in_a_real_job_a_rank_that_dies_is_started_again_and_all_stop_on_a_signal(
+def test_in_a_real_job_a_rank_that_dies_is_started_again_and_all_save_when_everyone_is_told_to_end(
     cluster: Cluster, tmp_path: Path, tiny_corpus_path: Path
 ) -> None:
-    """torchrun and train.py as they are; only SLURM is a stand-in."""
+    """torchrun and train.py as they are; only SLURM is a stand-in. When a job is cancelled, SLURM sends SIGTERM to every process."""
     config = tiny_config(
-        runs=tmp_path / "runs", corpus={"path": tiny_corpus_path}, optim={"steps": 5000},
+        name="run", runs=str(tmp_path), corpus={"path": tiny_corpus_path}, optim={"steps": 5000},
         checkpoint={"every_steps": 2}, log={"every_steps": 1, "tensorboard": False},
     )  # fmt: skip
-    file, run = tmp_path / "c.yaml", tmp_path / "runs" / "tiny"
-    file.write_text(dump(config))
+    cluster.config.write_text(dump(config))
     (cluster.folder / "bin" / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
-    cluster.settings = {"PKM_RANKS": "2", "PKM_DOCTOR": "no", "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    process = cluster.start(SLURM / "one_node.sbatch", file)
-    impatience = threading.Timer(400, os.killpg, (process.pid, signal.SIGKILL))
+    cluster.settings = {"OMP_NUM_THREADS": "1", "FAKE_STATE": "CANCELLED"}
+    process = cluster.turn("--ranks=2", steps=5000)
+    impatience = threading.Timer(400, kill_all, [process.pid])
     impatience.start()
     assert process.stdout is not None
     output: list[str] = []
-    first: dict[int, int] = {}
+    first: dict[int, psutil.Process] = {}
     for line in process.stdout:
         output.append(line)
         if not re.match(r"step +([3-9]|\d\d)", line):
@@ -232,12 +245,16 @@ def test_in_a_real_job_a_rank_that_dies_is_started_again_and_all_stop_on_a_signa
         ranks = ranks_below(process.pid)
         if not first:
             first = ranks
-            os.kill(first[1], signal.SIGKILL)
+            first[1].kill()
         elif ranks.get(0, first[0]) != first[0]:
-            process.send_signal(signal.SIGUSR1)
+            for told in psutil.Process(process.pid).children(recursive=True):
+                told.terminate()
+            process.terminate()
             break
     output += process.stdout
     impatience.cancel()
-    assert (process.wait(), cluster.requeues()) == (0, 1), "".join(output)
-    status = json.loads((run / "status.json").read_text())
-    assert status["state"] == "stopped" and 3 <= status["step"] < 5000 and not (run / "STOP").exists()
+    after = "".join(output[output.index(line) :])
+    assert (process.wait(), cluster.requeues()) == (0, 0), "".join(output)
+    assert "Traceback" not in after and "SignalException" not in after, after
+    status = json.loads((cluster.run / "status.json").read_text())
+    assert status["state"] == "stopped" and 3 <= status["step"] < 5000 and not (cluster.run / "STOP").exists()
