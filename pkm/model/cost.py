@@ -14,7 +14,7 @@ from pkm.memory.cost import FP32, summed
 
 PAPER_VOCABULARY = 60_014
 """BPE splits of the paper, and 14 special ids; what is counted with as long as there is no prepared corpus."""
-CHUNK_LOGITS = 2**26
+CHUNK_LOGITS = 2**28
 """Logits that exist at a time (pkm.model.loss, which needs torch)."""
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6}
 
@@ -206,7 +206,7 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     else:
         token = config.model.layers * block + _feed_forwards(config) * feed_forward + len(config.memory_layers) * memory
     copies = parameters(config, vocab_size).dense * a if a < FP32 else 0
-    logits = min(tokens * vocab_size, CHUNK_LOGITS) * (FP32 + a)
+    logits = min(tokens * vocab_size, CHUNK_LOGITS) * a
     return tokens * (token + d * a) + copies + vocab_size * d * FP32 + logits
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for an H100 (sm_90), which needs no GPU: its assembler comes with Triton.
+"""The Triton kernels compile for A100, H100 and B200 (sm_80, sm_90, sm_100), which needs no GPU: the assembler comes with Triton.
 
 The interpreter checks what a kernel computes; only the compiler says whether it can be built, and whether its registers do.
 """
@@ -24,25 +24,30 @@ from triton.compiler import ASTSource
 
 from pkm.memory.kernels import triton_adam, triton_read, triton_rows, triton_search, triton_statistics
 from pkm.memory.kernels.pairs import candidate_pairs
+from pkm.model import triton_loss
 
 INTEGERS, LONGS, HALVES, BYTES = "*i32", "*i64", "*bf16", "*i8"
+CAPABILITIES = [80, 90, 100]
 NUMBERS = dict.fromkeys(("lr", "b1", "one_b1", "b2", "one_b2", "c1", "c2", "eps"), "fp32")
 
 
-def registers_and_stack(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> tuple[int, int]:
-    """Compile; what is not named is a pointer to fp32, all pointers aligned to 16 bytes."""
-    signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*")}
+def registers_and_stack(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, capability: int = 90
+) -> tuple[int, int]:
+    """Compile; what is not named is a pointer to fp32, all pointers aligned to 16 bytes; i32:16 is a multiple of 16."""
+    found = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(found.values()) if t.startswith("*") or ":16" in t}
+    signature = {n: t.removesuffix(":16") for n, t in found.items()}
     source = ASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found, said
-    return int(found[1]), int(found[2])
+    used = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert used, said
+    return int(used[1]), int(used[2])
 
 
 def search_sizes(sub_keys: int, k: int) -> dict[str, int]:
@@ -123,3 +128,13 @@ def test_the_plan_and_statistics_compile() -> None:
     registers_and_stack(triton_statistics.parts_kernel, whole, tile, 4)
     registers_and_stack(triton_statistics.join_kernel, whole, {"BLOCKS": 128, "COLUMNS": 16}, 4)
     registers_and_stack(triton_statistics.backward_kernel, whole, {"MASKED": True, "ROWS": 32, "COLUMNS": 128}, 4)
+
+
+@pytest.mark.parametrize("logits", ["*bf16", "*fp16", "*fp32"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_cross_entropy_compiles_with_registers_for_two_rows_a_processor(capability: int, logits: str) -> None:
+    types = {"logits": logits, "targets": LONGS, "W": "i32:16"}
+    constants = {"IGNORE": -100, "BLOCK": triton_loss.BLOCK, "GRADIENTS": True}
+    kernel, warps = triton_loss.cross_entropy_kernel, triton_loss.WARPS
+    registers, spilled = registers_and_stack(kernel, types, constants, warps, capability)
+    assert spilled == 0 and 65_536 // (registers * 32 * warps) >= 2

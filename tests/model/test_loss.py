@@ -1,3 +1,6 @@
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pkm.corpus.batches import IGNORE
 from pkm.model import loss
 from pkm.model.loss import linear_cross_entropy
+from tests.support.interpreted import passes_in_tritons_interpreter
 
 
 def inputs(dtype=torch.float64, n=13, d=5, v=11):
@@ -71,3 +75,22 @@ def test_no_gradient_is_worked_out_at_evaluation():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         assert not linear_cross_entropy(*tensors, targets).requires_grad
     assert counter.get_total_flops() == 2 * 13 * 5 * 11  # the logits, and nothing else
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernel_for_gpus_is_right_in_tritons_interpreter():
+    passes_in_tritons_interpreter(Path(__file__).with_name("triton_loss_cases.py"))
+
+
+@pytest.mark.parametrize(
+    "tokens, sizes", [(16384, [4096] * 4), (4097, [4097]), (9000, [3008, 3008, 2984]), (1, [1]), (0, [])]
+)
+def test_on_a_gpu_chunks_are_alike_and_begin_at_multiples_of_64(tokens, sizes):
+    """V of the paper, padded; 4,471 tokens fit."""
+    slices = list(loss._chunks(tokens, 60_032, torch.device("cuda")))
+    assert [len(range(tokens)[rows]) for rows in slices] == sizes
+    assert all(rows.start % 64 == 0 for rows in slices)
+
+
+def test_a_vocabulary_beyond_the_chunk_still_has_a_tile_of_tokens():
+    assert [rows.start for rows in loss._chunks(130, 2**28, torch.device("cuda"))] == [0, 64, 128]
