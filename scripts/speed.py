@@ -3,7 +3,7 @@
     python scripts/speed.py runs/quickstart                          # a trained model, by its best checkpoint
     python scripts/speed.py configs/quickstart.yaml memory.sub_keys=256   # any config: trained or with untrained weights
 
-Let nothing else work on the machine meanwhile. Words are those of the test set, tokens its BPE tokens; device, precision
+Let nothing else work on the machine meanwhile. To compare models, measure them in turn, several times each, with --again. Words are those of the test set, tokens its BPE tokens; device, precision
 and batch (evaluate.batch windows of corpus.context tokens) stand in the file.
 """
 
@@ -19,6 +19,11 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="run directory or YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     parser.add_argument("--seconds", type=float, default=10.0, help="at most about so long (default: %(default)s)")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="one more round: keep the speeds measured before and write the median of all",
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing")
     args = parser.parse_intermixed_args()
     file = args.run / "config.yaml" if args.run.is_dir() else args.run
@@ -29,7 +34,7 @@ def main() -> int:
 
     from pkm.evaluation.speed import time_run
 
-    measured = time_run(config, args.seconds)
+    measured = time_run(config, args.seconds, args.again)
     if not args.quiet:
         print(
             f"{measured['words_per_second']:,.0f} words/s, {measured['tokens_per_second']:,.0f} BPE tokens/s "

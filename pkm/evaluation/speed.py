@@ -7,6 +7,7 @@ not train; then the weights are as initialised.
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,16 @@ from pkm.model.transformer import build_model
 
 FILE = "speed.json"
 SECONDS = 10.0
+SPEEDS = ("words_per_second", "tokens_per_second")
+ROUNDS = 3
+"""Times that a grid measures each of its models, in turn with the others: what slows a machine down for a while then slows
+down all of them, and no comparison of two rests on when each was measured."""
 
 
-def time_run(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
+def time_run(config: Config, seconds: float = SECONDS, again: bool = False) -> dict[str, Any]:
     """Measure the model of a run, by its best checkpoint if there is one, and write speed.json into its directory.
+
+    again    as one more round: the speeds are then the medians of all rounds, if the earlier ones measured the same here
 
     UserError if the corpus is not prepared or has no test split.
     """
@@ -43,14 +50,20 @@ def time_run(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
     if corpus.test is None:
         raise UserError("the corpus has no test split", str(corpus.path), "prepare it with held-out articles")
     speed = measure_speed(model, corpus, corpus.test, config, compute, seconds)
-    record = {
+    record: dict[str, Any] = {
         **vars(speed),
         "weights": f"step {step}" if trained else "as initialised",
         "trained": trained,
         "processor": processor(),
         "machine": machine(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+    before = read_speed(config.directory) if again else None
+    same = before is not None and all(before.get(name) == record[name] for name in record if name not in SPEEDS)
+    rounds = {
+        name: [*(before.get("rounds", {}).get(name, []) if same and before else []), record[name]] for name in SPEEDS
+    }
+    record |= {name: statistics.median(speeds) for name, speeds in rounds.items()}
+    record |= {"rounds": rounds, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     atomic_write(config.directory / FILE, json_text(record, indent=2))
     return record
 
@@ -66,10 +79,12 @@ def seems_measured(directory: Path, trained: bool) -> bool:
 
 
 def measured_here(config: Config, trained: bool) -> bool:
-    """Whether speed.json holds what would be measured now: on this processor or card, with weights trained or not."""
+    """Whether speed.json holds what a grid would measure now: on this processor or card, in as many rounds, with weights trained or not."""
     record = read_speed(config.directory)
     if record is None or record.get("trained") != trained:
         return False
+    if len(record.get("rounds", {}).get("words_per_second", [])) < ROUNDS:
+        return False  # measured alone, or rounds that were interrupted
     device = pick_device(config)
     if device.type != "cuda":
         return record.get("processor") == processor() and str(record.get("device")).startswith(device.type)

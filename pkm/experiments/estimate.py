@@ -16,7 +16,7 @@ from pkm.config.schema import Config
 from pkm.corpus.store import Corpus, Split, open_corpus
 from pkm.device import DTYPES, pick_device, pick_precision, settled
 from pkm.errors import UserError
-from pkm.evaluation.speed import SECONDS
+from pkm.evaluation.speed import ROUNDS, SECONDS
 from pkm.experiments.jobs import Job
 from pkm.experiments.task import Progress
 from pkm.model.cost import PAPER_VOCABULARY, flops, training_bytes
@@ -98,7 +98,7 @@ class Estimator:
             train = start + (config.optim.steps - done) * config.optim.batch_tokens / speed + measured
             train += self._scored(config, done) / forward
         memory = training_bytes(settled(config), self.vocabulary(config), self.ranks).total
-        return Estimate(train, start + measured if job.timed else 0.0, memory, basis)
+        return Estimate(train, ROUNDS * start + measured if job.timed else 0.0, memory, basis)
 
     def _scored(self, config: Config, done: int) -> float:
         """Tokens that are scored from here to the report."""

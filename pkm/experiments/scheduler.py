@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from pkm import files
-from pkm.evaluation.speed import measured_here
+from pkm.evaluation.speed import ROUNDS, SECONDS, measured_here
 from pkm.experiments.jobs import Job
 from pkm.experiments.live_table import LiveTable
 from pkm.experiments.task import Task
@@ -118,27 +118,33 @@ class Scheduler:
             self._end(task, "failed", reason)
 
     def _time(self) -> None:
-        """Words a second of each cell that a table shows them of, with nothing else at work."""
-        for task in self.tasks:
-            if self._signals or not task.job.timed or task.state != "finished":
-                continue
-            if not self.time_again and measured_here(task.job.config, task.job.trained):
-                continue
-            if any(other.state == "elsewhere" for other in self.tasks):
-                self.board.say("words a second are not measured beside runs elsewhere; the same command does it later")
-                break
-            worker = Worker(self.workers[0].gpus[:1], self.workers[0].cores)
-            self._start(task, worker, [*speed_command(task.job), "--quiet"], "speed.txt")
-            while self._children:
-                for ended, child in self._wait():
-                    if child.process.returncode == 0:
-                        ended.state = "finished"
+        """Words a second of each cell that a table shows them of, with nothing else at work: in rounds over all of them."""
+        tasks = [task for task in self.tasks if task.job.timed and task.state == "finished"]
+        tasks = [t for t in tasks if self.time_again or not measured_here(t.job.config, t.job.trained)]
+        if tasks and any(other.state == "elsewhere" for other in self.tasks):
+            self.board.say("words a second are not measured beside runs elsewhere; the same command does it later")
+            return
+        for number in range(ROUNDS):
+            for task in tasks:
+                if not self._signals and task.state == "finished":
+                    self._time_once(task, number)
+
+    def _time_once(self, task: Task, number: int) -> None:
+        """Round `number`, from 0, of one cell."""
+        worker = Worker(self.workers[0].gpus[:1], self.workers[0].cores)
+        options = ["--quiet", "--seconds", str(SECONDS / ROUNDS), *(["--again"] if number else [])]
+        self._start(task, worker, [*speed_command(task.job), *options], "speed.txt")
+        while self._children:
+            for ended, child in self._wait():
+                if child.process.returncode == 0:
+                    ended.state = "finished"
+                    if number == ROUNDS - 1:
                         self.board.timed(ended)
-                    elif child.asked:
-                        ended.state = "finished"
-                    else:
-                        self._end(ended, "failed", f"words a second: {child.reason()}")
-                    child.output.unlink(missing_ok=True)
+                elif child.asked:
+                    ended.state = "finished"
+                else:
+                    self._end(ended, "failed", f"words a second: {child.reason()}")
+                child.output.unlink(missing_ok=True)
 
     def _finish(self, task: Task) -> None:
         task.take_report()

@@ -57,7 +57,7 @@ def test_what_is_left_is_steps_evaluations_and_the_words_a_second(config) -> Non
     # 4 test documents of 40 tokens are read twice, 2 validation documents in each of two evaluations.
     assert whole.train == pytest.approx(estimate.START_SECONDS + 10.0 + (2 * 160 + 2 * 80) / forward)
     assert whole.train - half.train == pytest.approx(5.0 + 80 / forward)
-    assert whole.speed == pytest.approx(estimate.START_SECONDS + 160 / forward) and half.speed == 0
+    assert whole.speed == pytest.approx(estimate.ROUNDS * estimate.START_SECONDS + 160 / forward) and half.speed == 0
     assert estimator.of(job(c, trained=False, timed=True)).train == 0
 
 

@@ -1,7 +1,8 @@
 """The fast way through a memory in plain PyTorch, for CPUs (and any other device without kernels of its own).
 
-Where numba is installed, what plain PyTorch is slowest at is compiled (`compiled`), and selects the same. Equal to `reference`, without its k x k sums, its N x J x D gathers and its N x H x 2 x C gradients: bytes decide the speed
-of a memory, and torch's embedding bags read each row once, on all threads.
+Where numba is installed, what plain PyTorch is slowest at is compiled (`compiled`), and selects the same. Equal to
+`reference`, without its k x k sums, its N x J x D gathers and its N x H x 2 x C gradients: bytes decide the speed of a
+memory, and torch's embedding bags read each row once, on all threads.
 
 Shapes: N tokens, H heads, C sub-keys a side, k selected slots, J reads of a token, K rows of width D, U distinct rows read.
 """
@@ -212,7 +213,7 @@ def row_gradient(grad: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor
     flat = indices.flatten()
     table_rows = int(flat.max()) + 1 if len(flat) else 0  # that can have been read
     code = compiled(len(flat) * grad.shape[1]) if _plain_fp32(weights, flat) and dtype is torch.float32 else None
-    if code is not None and table_rows <= COUNTED_UP_TO * len(flat):
+    if code is not None and 0 < table_rows <= COUNTED_UP_TO * len(flat):
         bags, bag_weights = torch.empty_like(flat), torch.empty(len(flat))
         ends = torch.zeros(table_rows, dtype=flat.dtype)
         ins = [t.detach().contiguous().numpy() for t in (flat, weights.flatten())]

@@ -122,9 +122,7 @@ class RealCluster:
         ]
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o755)
-        text = CONFIGURATION.format(
-            host=host, controller_port=ports[0], folder=self.folder, nodes="\n".join(nodes)
-        )
+        text = CONFIGURATION.format(host=host, controller_port=ports[0], folder=self.folder, nodes="\n".join(nodes))
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "state").mkdir()
 
@@ -132,9 +130,7 @@ class RealCluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        files = [
-            f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "log", "pid", "seed")
-        ]
+        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
         # --force: below a folder that all may write to, such as /tmp.
         self._start("munged", "munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", *files)
         until((self.folder / "munge.socket").exists, "munged does not start")

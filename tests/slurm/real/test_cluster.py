@@ -3,11 +3,9 @@
 A run that something is to happen to is held (SIGSTOP) at a step, so that it cannot be over before.
 """
 
-import json
 import os
 import re
 import signal
-from contextlib import suppress
 
 import pytest
 
@@ -29,7 +27,9 @@ class Jobs:
 
     def submit(self, name, *settings, **asked):
         """Submit a run; its job's id."""
-        said = "\n".join(launch.launch(launch.Job(**ONE_NODE | asked), str(self.runs.settings(name)), [*STEPS, *settings]))
+        said = "\n".join(
+            launch.launch(launch.Job(**ONE_NODE | asked), str(self.runs.settings(name)), [*STEPS, *settings])
+        )
         return re.search(r"submitted job (\d+)", said)[1]
 
     def hold(self, name, number, step=20):
@@ -79,12 +79,14 @@ def test_a_job_whose_time_is_nearly_over_saves_requeues_itself_and_goes_on(jobs)
     jobs.until((jobs.runs.directory("time") / "STOP").exists, "time", number)
     os.kill(rank_0, signal.SIGCONT)
     jobs.until(lambda: jobs.cluster.restarts(number) >= 1, "time", number)
-    jobs.cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=10")  # for one more turn, however slow the machine is
+    jobs.cluster.ask(
+        "scontrol", "update", f"JobId={number}", "TimeLimit=10"
+    )  # for one more turn, however slow the machine is
     log = jobs.log("time")
     assert "SIGUSR1: asking the run to save and stop" in log
     assert re.search(r"stopped at step \d+ \(STOP file\)", log) and "requeued" in log
     jobs.until_finished("time", number)
-    assert f"going on from step" in jobs.runs.log("time") or "going on after step" in jobs.runs.log("time")
+    assert "going on from step" in jobs.runs.log("time") or "going on after step" in jobs.runs.log("time")
 
 
 def test_a_job_that_is_cancelled_saves_and_is_not_brought_back(jobs):
@@ -153,5 +155,8 @@ def test_an_array_trains_each_run_of_a_grid_and_its_jobs_go_on_by_themselves(job
     job_array.submit(waiting, asked, tmp_path / "slurm", None)
     assert job_array.waiting(grid, asked) == []
     for job in grid:
-        until(lambda job=job: job.is_finished(), lambda: "\n".join(p.read_text() for p in (tmp_path / "slurm").glob("*.log")))
+        until(
+            lambda job=job: job.is_finished(),
+            lambda: "\n".join(p.read_text() for p in (tmp_path / "slurm").glob("*.log")),
+        )
         assert jobs.runs.server.run(str(job.file), *job.arguments, f"runs={tmp_path}/alone").code == 0
