@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(gt=0)]
-Natural = Annotated[int, Field(ge=0)]
+
+def _fits_64_bits(number: int) -> int:
+    if number >= 2**63:
+        raise ValueError("more than a computer counts to; choose a number below 2^63")
+    return number
+
+
+Positive = Annotated[int, Field(gt=0), AfterValidator(_fits_64_bits)]
+Natural = Annotated[int, Field(ge=0), AfterValidator(_fits_64_bits)]
 
 
 class Part(BaseModel):

@@ -21,12 +21,28 @@ from pkm.config.part import Natural, Part, Positive
 from pkm.config.rules import impossible
 from pkm.config.rules import impossible_for as impossible_for  # for who has a config at hand
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+def _in_fp32(number: float) -> float:
+    if number and not 1e-38 <= number <= 3e38:
+        raise ValueError(f"{number:g} is {'0' if number < 1 else 'infinite'} in fp32, in which models are updated")
+    return number
+
+
+def _finite_ratio(ratio: str) -> str:
+    if not 1e-38 <= float(ratio.removesuffix("x")) <= 3e38:
+        raise ValueError(f"{ratio} is no ratio of two learning rates: choose one above 0 that is not beyond fp32")
+    return ratio
+
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_fp32)]
+Decay = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_in_fp32)]
 RATIO = r"^(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?x$"
 Ratio = Annotated[
-    str, Field(pattern=RATIO, json_schema_extra={"patternErrorMessage": "a ratio to optim.dense.lr, as 15x"})
+    str,
+    Field(pattern=RATIO, json_schema_extra={"patternErrorMessage": "a ratio to optim.dense.lr, as 15x"}),
+    AfterValidator(_finite_ratio),
 ]
-Probability = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Betas = tuple[Probability, Probability]
 Where = Annotated[Path, AfterValidator(Path.expanduser)]
 Schedule = Literal["inverse_sqrt", "cosine", "linear", "constant"]
@@ -121,7 +137,7 @@ class DenseOptim(Part):
     """Adam's."""
     eps: Rate = 1e-8
     """Adam's."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Decay = 0.0
     """Decoupled (AdamW), on matrices only."""
     schedule: Schedule = "inverse_sqrt"
     """Learning rate as a function of the step."""
@@ -142,7 +158,7 @@ class GroupOptim(Part):
     """Learning rate as a function of the step; null = optim.dense's."""
     warmup_steps: Natural | None = None
     """Linear warm-up; null = optim.dense's."""
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    weight_decay: Decay | None = None
     """Decoupled (AdamW), on matrices only; null = optim.dense's."""
     clip: Rate | Literal["with dense"] | None = "with dense"
     """Largest gradient norm of the group; with dense = its gradient counts in optim.dense's norm and is scaled with it;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
     et al., 2020). A temperature of 0 takes the most likely id."""
     if temperature == 0:
         return int(logits.argmax())
-    probabilities, ids = (logits.double() / temperature).softmax(0).sort(descending=True, stable=True)
+    probabilities, ids = ((logits.double() - logits.max()) / temperature).softmax(0).sort(descending=True, stable=True)
     keep = torch.ones_like(probabilities, dtype=torch.bool)
     if top_k is not None:
         keep[top_k:] = False
@@ -47,17 +48,18 @@ def generate(
     Raises UserError for settings out of range.
     """
     for name, value, allowed in (
-        ("temperature", temperature, temperature >= 0),
+        ("temperature", temperature, 0 <= temperature < math.inf),
         ("top-k", top_k, top_k is None or top_k >= 1),
         ("top-p", top_p, top_p is None or 0 < top_p <= 1),
         ("tokens", tokens, tokens >= 1),
         ("samples", len(seeds), len(seeds) >= 1),
+        ("seed", max(seeds, key=abs, default=0), all(0 <= seed < 2**63 for seed in seeds)),
     ):
         if not allowed:
             raise UserError(
                 f"{name} = {value} is out of range",
                 f"--{name}",
-                "temperature >= 0, top-k >= 1, 0 < top-p <= 1, tokens >= 1, samples >= 1",
+                "a finite temperature >= 0, top-k >= 1, 0 < top-p <= 1, tokens >= 1, samples >= 1, 0 <= seed < 2^63",
             )
     rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
     encoded = array("I")
@@ -69,6 +71,8 @@ def generate(
     reader = Reader(model, ids)
     for _ in range(tokens):
         logits = reader.logits()
+        if not logits.isfinite().all():
+            raise UserError("the model's predictions are not finite", fix="take an earlier one with --checkpoint STEP")
         logits[:, never] = -torch.inf
         picked = [pick(row, temperature, top_k, top_p, rng) for row, rng in zip(logits, rngs, strict=True)]
         reader.append(torch.tensor(picked).unsqueeze(1))

@@ -11,7 +11,7 @@ from pkm.text.vocab import UNIVERSAL, may_be_a_piece
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Megabytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -88,7 +88,7 @@ class Tokenizer(Part):
 class Slurm(Part):
     partition: str | None = None
     """Partition to submit to; needed for `executor: slurm`."""
-    hours: Annotated[float, Field(gt=0)] = 12
+    hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 12
     """Time limit of one job."""
     memory_gigabytes: Positive = 4
     """Memory of one worker."""

@@ -14,6 +14,7 @@ import yaml
 
 from pkm.config import recipe
 from pkm.config.schema import Config, MemoryConfig, load
+from pkm.config.schema_node import SchemaNode
 from pkm.errors import UserErrors
 from pkm.experiments import grid
 from tests.support.tiny import MEMORY, MINIMAL, loaded
@@ -221,3 +222,39 @@ class TestRates:
     def test_what_is_no_rate_is_refused_with_what_is(self, tmp_path, text) -> None:
         with pytest.raises(UserErrors, match=r"optim.embeddings.lr must be .*a ratio to optim.dense.lr, as 15x.* auto"):
             loaded(tmp_path, MINIMAL, f"optim.embeddings.lr={text}")
+
+
+def numbers_of(node: SchemaNode, prefix: str = "") -> list[tuple[str, SchemaNode]]:
+    """Every setting that may be a number."""
+    found = []
+    for key, child in (node.section({}) or {}).items():
+        found += [(prefix + key, child)] if child.kinds & {"integer", "number"} else []
+        found += numbers_of(child, f"{prefix}{key}.")
+    return found
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        "value", [".inf", "-.inf", ".nan", "1e999", "-1", "9" * 30 + ".5e300", "1e999x", "0x", "1e-99x"]
+    )
+    def test_that_are_not_finite_or_below_zero_are_refused_everywhere(self, tmp_path: Path, value: str) -> None:
+        settings = [key for key, _ in numbers_of(SchemaNode.by(Config))]
+        assert len(settings) > 50 and "optim.addressing.weight_decay" in settings
+        with pytest.raises(UserErrors) as caught:
+            loaded(tmp_path, MINIMAL + MEMORY, *(f"{key}={value}" for key in settings))
+        said = str(caught.value)
+        assert [key for key in settings if f"- argument '{key}={value}': {key}" not in said] == []
+
+    def test_whole_ones_that_no_computer_counts_to_are_refused_everywhere(self, tmp_path: Path) -> None:
+        settings = [key for key, node in numbers_of(SchemaNode.by(Config)) if "integer" in node.kinds]
+        with pytest.raises(UserErrors) as caught:
+            loaded(tmp_path, MINIMAL + MEMORY, *(f"{key}={10**25}" for key in settings))
+        assert [key for key in settings if f"{key}={10**25}': {key}" not in str(caught.value)] == []
+
+    @pytest.mark.parametrize(
+        "setting", ["optim.dense.eps=1e-320", "optim.values.lr=1e39", "optim.dense.weight_decay=1e-50"]
+    )
+    def test_that_fp32_makes_zero_or_infinite_are_refused(self, tmp_path: Path, setting: str) -> None:
+        with pytest.raises(UserErrors, match="in fp32"):
+            loaded(tmp_path, MINIMAL, setting)
+        assert loaded(tmp_path, MINIMAL, "optim.dense.weight_decay=0").optim.dense.weight_decay == 0

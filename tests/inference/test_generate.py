@@ -44,6 +44,11 @@ def test_a_low_temperature_sharpens():
     assert drawn(temperature=0.25).count(1) > drawn().count(1)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-30])
+def test_the_lowest_temperatures_take_the_most_likely_as_0_does(temperature):
+    assert set(drawn(n=50, temperature=temperature)) == {1}
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_same_seed_draws_the_same_ids(seed):
     def draws():
