@@ -78,6 +78,7 @@ NEEDED = {
     "lxml_html_clean": ("lxml_html_clean", None),
     "pyarrow": ("pyarrow", None),
     "trafilatura": ("trafilatura", None),
+    "webencodings": ("webencodings", None),
     "zstandard": ("zstandard", None),
 }
 # Package -> (name to import, what for).

@@ -239,7 +239,7 @@ class TestNumbers:
     )
     def test_that_are_not_finite_or_below_zero_are_refused_everywhere(self, tmp_path: Path, value: str) -> None:
         settings = [key for key, _ in numbers_of(SchemaNode.by(Config))]
-        assert len(settings) > 50 and "optim.addressing.weight_decay" in settings
+        assert len(settings) > 45 and "optim.addressing.weight_decay" in settings
         with pytest.raises(UserErrors) as caught:
             loaded(tmp_path, MINIMAL + MEMORY, *(f"{key}={value}" for key in settings))
         said = str(caught.value)
