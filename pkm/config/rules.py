@@ -25,6 +25,20 @@ IMPOSSIBLE: list[Rule] = [
         "choose heads that divide dim",
     ),
     (
+        "model.kv_heads",
+        lambda c: c.model.heads % (c.model.kv_heads or 1) != 0,
+        lambda c: (
+            f"{c.model.kv_heads} heads of keys and values cannot be shared evenly by model.heads = {c.model.heads}"
+        ),
+        "choose kv_heads that divide heads",
+    ),
+    (
+        "model.positions",
+        lambda c: c.model.positions == "rotary" and c.model.dim // c.model.heads % 2 != 0,
+        lambda c: f"rotary positions turn pairs, and {c.model.dim // c.model.heads} numbers of a head are odd",
+        "choose a dim that is a multiple of 2 * heads",
+    ),
+    (
         "optim.batch_tokens",
         lambda c: c.optim.batch_tokens % c.corpus.context != 0,
         lambda c: (

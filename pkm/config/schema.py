@@ -61,8 +61,17 @@ class CorpusConfig(Part):
     """Tokens of a window: what the model sees at once."""
 
 
+class RotaryConfig(Part):
+    """Rotary positions."""
+
+    base: Rate = 10_000.0
+    """The slowest pair turns by one over nearly so much a token, in radians; larger for longer contexts."""
+    pairs: Literal["halves", "neighbours"] = "halves"
+    """Which numbers of a head make a pair: 0 with size / 2 (Llama in transformers, Qwen, GPT-NeoX), or 0 with 1 (GPT-J)."""
+
+
 class ModelConfig(Part):
-    """The transformer."""
+    """The transformer. Its defaults are the paper's (docs/model.md says what is usual today)."""
 
     layers: Positive = 12
     """Transformer blocks, L."""
@@ -70,16 +79,35 @@ class ModelConfig(Part):
     """Width of the residual stream, d."""
     heads: Positive = 16
     """Attention heads; must divide dim."""
+    kv_heads: Positive | None = None
+    """Heads of keys and values, each for as many query heads (grouped-query attention); null = heads."""
+    qk_norm: bool = False
+    """A norm over each head's query and key, before they are turned."""
+    window: Positive | None = None
+    """Tokens that a token attends to at most, itself included (sliding window); null = all before it."""
+    document_mask: bool = False
+    """Attention stops where a document ends, and positions begin anew."""
     ffn: Positive | None = None
-    """Hidden width of the feed-forward network; 4 * dim if not given."""
-    positions: Literal["learned"] = "learned"
-    """Position embeddings."""
+    """Hidden width of the feed-forward network; null = 4 * dim, for swiglu 8/3 * dim: as many parameters."""
+    activation: Literal["gelu", "relu", "relu2", "swiglu"] = "gelu"
+    """Of the feed-forward network; relu2 = relu squared."""
+    positions: Literal["learned", "rotary", "none"] = "learned"
+    """Position embeddings, or queries and keys turned by their positions."""
+    rotary: RotaryConfig = RotaryConfig()
     norm: Literal["post", "pre"] = "post"
-    """LayerNorm after each residual sum, as in the paper's code, or before each sublayer."""
+    """A norm after each residual sum, as in the paper's code, or before each sublayer."""
+    norm_type: Literal["layer", "rms"] = "layer"
+    """LayerNorm or RMSNorm, of all but the memories'."""
+    norm_eps: Rate = 1e-12
+    """Added to the variance before its root; XLM's, others' is 1e-5 or 1e-6."""
     embedding_norm: bool = True
-    """LayerNorm over the sum of the embeddings, as in the paper's code."""
-    activation: Literal["gelu", "relu"] = "gelu"
-    """Of the feed-forward network."""
+    """A norm over the sum of the embeddings, as in the paper's code."""
+    bias: bool = True
+    """Biases of linear maps, LayerNorms and the output; the memories keep theirs."""
+    tie_embeddings: bool = True
+    """The output layer's weight is that of the token embeddings."""
+    logit_cap: Rate | None = None
+    """Soft cap c of the output's logits: c * tanh(logit / c); null = none."""
     dropout: Probability = 0.0
     """After embeddings, attention and feed-forward network, and on the attention weights."""
 
@@ -200,7 +228,7 @@ class OptimConfig(Part):
     """Windows of one forward pass of one rank; null = all at once. Smaller means accumulation, in less memory."""
     dense: DenseOptim = DenseOptim()
     embeddings: GroupOptim = GroupOptim()
-    """Of tokens (the output layer's too, which they are tied to) and positions."""
+    """Of tokens, positions, and the output layer, tied or not."""
     addressing: GroupOptim = GroupOptim()
     """The memories' query networks and keys."""
     values: ValuesOptim = ValuesOptim()
@@ -328,7 +356,10 @@ class Config(Part):
 
     @property
     def ffn(self) -> int:
-        return self.model.ffn or 4 * self.model.dim
+        """Hidden width of a feed-forward network: 4 d, or of three matrices in place of two 8/3 d, to the nearest multiple of 8."""
+        if self.model.ffn:
+            return self.model.ffn
+        return max(1, round(self.model.dim / 3)) * 8 if self.model.activation == "swiglu" else 4 * self.model.dim
 
     @property
     def memory_layers(self) -> tuple[int, ...]:

@@ -72,6 +72,11 @@ class TrainingBatches:
             self.split.read_into(window * self.context, row)
         return tokens[:, :-1], tokens[:, 1:]
 
+    def documents(self, step: int, first: int, last: int) -> np.ndarray:
+        """The documents that the inputs of these rows are of: (last - first, context) int64."""
+        starts = self.indices(step, first, last) * self.context
+        return self.split.documents_at(starts[:, None] + np.arange(self.context))
+
     def indices(self, step: int, first: int, last: int) -> np.ndarray:
         """Which windows rows [first, last) of a step hold, int64."""
         samples = np.arange(step * self.sequences + first, step * self.sequences + last)

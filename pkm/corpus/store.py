@@ -128,6 +128,18 @@ class Split:
         starts = self._map(f"{self._shards[shard].file}.idx", START)
         return int(self._first_token[shard]) + int(starts[i - int(self._first_document[shard])])
 
+    def documents_at(self, offsets: np.ndarray) -> np.ndarray:
+        """The document that each token is of, int64: offsets (...) of tokens -> (...); beyond the end, that of the last."""
+        offsets = np.minimum(offsets, self.tokens - 1)
+        shards = np.searchsorted(self._first_token, offsets, side="right") - 1
+        found = np.empty_like(offsets, np.int64)
+        for shard in np.unique(shards).tolist():
+            here = shards == shard
+            starts = self._map(f"{self._shards[shard].file}.idx", START)
+            wanted = (offsets[here] - self._first_token[shard]).astype(START)
+            found[here] = self._first_document[shard] + np.searchsorted(starts, wanted, side="right") - 1
+        return found
+
     def document(self, i: int) -> np.ndarray:
         """Token ids of document i, int64."""
         return self.read(self.document_start(i), self.document_start(i + 1))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,10 +90,10 @@ def evaluate(
     meters = {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
     nll, tokens, words, unknown = 0.0, 0, 0, 0
     with _inference(model), recording(model):
-        for inputs, targets in _batches(split, config, documents):
+        for inputs, targets, *apart in _batches(split, config, documents):
             between()
             with compute.autocast():
-                nll += float(_forward(model, compute, inputs, targets))
+                nll += float(_forward(model, compute, inputs, targets, *apart))
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
@@ -165,17 +166,17 @@ def measure_speed(
     """Words and BPE tokens per second at inference, over `split`, for at most about `seconds` after a warm-up."""
     word_ends = corpus.vocab.word_ends
     with _inference(model), compute.autocast():
-        for inputs, targets in islice(_batches(split, config, None), WARM_UP_BATCHES):
+        for batch in islice(_batches(split, config, None), WARM_UP_BATCHES):
             compute.wait()
             started = time.perf_counter()
-            _forward(model, compute, inputs, targets)
+            _forward(model, compute, *batch)
             compute.wait()
             one = time.perf_counter() - started
         count = dist.broadcast_object(max(1, int(seconds / one)))  # every rank must do as many
         tokens = words = 0
         started = time.perf_counter()
-        for inputs, targets in islice(_batches(split, config, None), count):
-            _forward(model, compute, inputs, targets)
+        for inputs, targets, *apart in islice(_batches(split, config, None), count):
+            _forward(model, compute, inputs, targets, *apart)
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
@@ -192,14 +193,19 @@ def measure_speed(
     )
 
 
-def _batches(split: Split, config: Config, documents: int | None) -> Iterator[tuple[Any, Any]]:
-    """This rank's windows of every batch; all ranks get as many batches, and rows of padding where text runs out."""
+def _batches(split: Split, config: Config, documents: int | None) -> Iterator[tuple[Any, ...]]:
+    """This rank's windows of every batch; all ranks get as many batches, and rows of padding where text runs out.
+
+    With `model.document_mask` the documents of the inputs besides.
+    """
     each = -(-config.evaluate.batch // dist.world_size())
     rows = slice(dist.rank() * each, (dist.rank() + 1) * each)
     together = each * dist.world_size()
-    stride = config.evaluate.stride
-    for inputs, targets in evaluation_batches(split, config.corpus.context, together, stride, documents):
-        yield inputs[rows], targets[rows]
+    context, stride = config.corpus.context, config.evaluate.stride
+    for number, (inputs, targets) in enumerate(evaluation_batches(split, context, together, stride, documents)):
+        starts = (number * together + np.arange(rows.start, rows.stop)) * (stride or context)
+        apart = (split.documents_at(starts[:, None] + np.arange(context)),) if config.model.document_mask else ()
+        yield inputs[rows], targets[rows], *apart
 
 
 def _sum_over_ranks(nll: float, *counts: int) -> tuple[float, int, int, int]:
@@ -231,10 +237,10 @@ def recording(model: Transformer, active: bool = True) -> Iterator[None]:
             memory.record = False
 
 
-def _forward(model: Transformer, compute: Compute, inputs: Any, targets: Any) -> Tensor:
+def _forward(model: Transformer, compute: Compute, *batch: Any) -> Tensor:
     """The summed loss of a batch of NumPy arrays; text ends within it, and what follows is padding."""
-    ids, wanted = (torch.from_numpy(part).to(compute.device) for part in (inputs, targets))
-    return model(ids, wanted, ids != PAD_ID)
+    ids, wanted, *documents = (torch.from_numpy(part).to(compute.device) for part in batch)
+    return model(ids, wanted, ids != PAD_ID, *documents)
 
 
 def _exp(x: float) -> float | None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pkm.errors import UserError
-from pkm.model.transformer import Past, Transformer
+from pkm.model.attention import Past
+from pkm.model.transformer import Transformer
 from pkm.text.encode import Encoder
 from pkm.text.vocab import EOS_ID
 
@@ -92,7 +93,7 @@ class Reader:
 
     def __init__(self, model: Transformer, ids: Tensor):
         self.model, self.ids = model, ids
-        self._past = Past(model, len(ids))
+        self._past = Past(model.config, model.context, len(ids), model.tokens.weight)
         self._unread = ids[:, -model.context :]
 
     def append(self, ids: Tensor) -> None:

@@ -29,17 +29,19 @@ def planned_precision(config: Config) -> str:
 @dataclass(frozen=True)
 class Parameters:
     tokens: int
-    """V x d, tied with the output layer."""
+    """V x d, tied with the output layer or not."""
     positions: int
-    """T x d."""
+    """T x d, if they are learned."""
     output_bias: int
-    """V."""
+    """V. This and all biases below: if there are any."""
     attention: int
-    """L x (d x 3d + 3d + d x d + d)."""
+    """L x (d x (d + 2 kv) + (d + 2 kv) + d x d + d), kv = d, or what fewer heads of keys and values have together; norms over
+    one head's query and key besides, if there are any."""
     feed_forward: int
-    """d x f + f + f x d + d, of the blocks that have one."""
+    """d x f + f + f x d + d, of the blocks that have one; a gate d x f + f more."""
     norms: int
-    """LayerNorms: weight and bias (2d) of the embeddings', two or three of a block, one at the end with pre-norm."""
+    """LayerNorms: weight and bias (2d) of the embeddings', two or three of a block, one at the end with pre-norm; RMSNorms
+    have no bias."""
     query: int
     """The memories' query networks with the normalisation on top."""
     keys: int
@@ -48,6 +50,8 @@ class Parameters:
     """M x K x d."""
     read: int = 0
     """What the memories' reads and outputs learn besides the values."""
+    output: int = 0
+    """V x d, if the output layer's weight is one of its own."""
 
     @property
     def total(self) -> int:
@@ -61,24 +65,37 @@ class Parameters:
 
 def parameters(config: Config, vocab_size: int) -> Parameters:
     """Parameters of the model that `config` describes, part by part."""
-    d, f, blocks = config.model.dim, config.ffn, config.model.layers
+    model = config.model
+    d, f, blocks, bias = model.dim, config.ffn, model.layers, int(model.bias)
     memory, memories = config.memory, len(config.memory_layers)
     place = memory.place if memory else None
-    norms = (
-        config.model.embedding_norm + 2 * blocks + (config.model.norm == "pre") + (memories if place == "after" else 0)
-    )
+    norms = model.embedding_norm + 2 * blocks + (model.norm == "pre") + (memories if place == "after" else 0)
+    norm = 1 + (bias if model.norm_type == "layer" else 0)  # numbers for each one that is normalised
+    qkv = d + 2 * _kv(config)
+    attention = (qkv * d + bias * qkv) + (d * d + bias * d) + (2 * norm * (d // model.heads) if model.qk_norm else 0)
     return Parameters(
         tokens=vocab_size * d,
-        positions=config.corpus.context * d,
-        output_bias=vocab_size,
-        attention=blocks * ((3 * d * d + 3 * d) + (d * d + d)),
-        feed_forward=_feed_forwards(config) * ((d * f + f) + (f * d + d)),
-        norms=norms * 2 * d,
+        positions=config.corpus.context * d if model.positions == "learned" else 0,
+        output_bias=bias * vocab_size,
+        attention=blocks * attention,
+        feed_forward=_feed_forwards(config) * (_expansions(config) * (d * f + bias * f) + (f * d + bias * d)),
+        norms=norms * norm * d,
         query=memories * of_memory.query(memory, d).parameters if memory else 0,
         keys=memories * of_memory.keys(memory, d).parameters if memory else 0,
         values=_values(config),
         read=memories * sum(of(memory, d).parameters for of in (of_memory.read, of_memory.output)) if memory else 0,
+        output=0 if model.tie_embeddings else vocab_size * d,
     )
+
+
+def _kv(config: Config) -> int:
+    """Numbers of a token's keys in one block, and of its values."""
+    return config.model.dim // config.model.heads * (config.model.kv_heads or config.model.heads)
+
+
+def _expansions(config: Config) -> int:
+    """Matrices of a feed-forward network that widen: with a gate there are two."""
+    return 2 if config.model.activation == "swiglu" else 1
 
 
 def _values(config: Config) -> int:
@@ -100,9 +117,10 @@ class Flops:
 
     attention: int
     """L x (8 d^2 + 2 d (T + 1)): four d x d maps; scores and weighted sum over the (T + 1) / 2 tokens that a token sees
-    on average."""
+    on average. Fewer heads of keys and values make two of the maps smaller, a window the second part; where documents
+    end is not known here."""
     feed_forward: int
-    """4 d f, of the blocks that have one."""
+    """4 d f, of the blocks that have one; 6 d f with a gate."""
     output: int
     """2 V d."""
     query: int
@@ -128,9 +146,11 @@ def flops(config: Config, vocab_size: int) -> Flops:
     """FLOPs per token of the model that `config` describes."""
     d, context = config.model.dim, config.corpus.context
     m, memories = config.memory, len(config.memory_layers)
+    window = min(config.model.window or context, context)
+    seen = context * (context + 1) - (context - window) * (context - window + 1)  # twice the pairs of a window of text
     return Flops(
-        attention=config.model.layers * (8 * d * d + 2 * d * (context + 1)),
-        feed_forward=_feed_forwards(config) * 4 * d * config.ffn,
+        attention=config.model.layers * (4 * d * (d + _kv(config)) + 2 * d * seen // context),
+        feed_forward=_feed_forwards(config) * 2 * (_expansions(config) + 1) * d * config.ffn,
         output=2 * vocab_size * d,
         query=memories * of_memory.query(m, d).flops if m else 0,
         search=memories * of_memory.keys(m, d).flops if m else 0,
@@ -187,8 +207,9 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     """About what a forward pass over `tokens` tokens keeps for backward; temporary buffers come on top.
 
     per token, with a bytes for what products of matrices take and give, 4 for what stays in fp32:
-    block         d of: input, q, k, v, heads' output, the feed-forward network's input (a); both residual sums (4)
-    feed-forward  f before the activation if that is GELU, f after it (a)
+    block         d of: input, q, heads' output, the feed-forward network's input (a); both residual sums (4); k and v (a);
+                  q and k once more, where they are normalised, and where they are turned (4)
+    feed-forward  f after the activation (a), before it if that is GELU, f of ReLU that is squared; three more with a gate
     memory        what its parts keep
     With activation checkpointing only the blocks' inputs and what the largest block keeps while it is done again.
 
@@ -197,8 +218,9 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     once: the dense weights in lower precision; the output layer's gradient; one chunk of logits and their errors.
     """
     a, d = BYTES[planned_precision(config)], config.model.dim
-    block = d * (6 * a + 2 * FP32)
-    feed_forward = (2 if config.model.activation == "gelu" else 1) * config.ffn * a
+    changed = config.model.qk_norm + (config.model.positions == "rotary")
+    block = d * (4 * a + 2 * FP32) + 2 * _kv(config) * a + changed * (d + _kv(config)) * FP32
+    feed_forward = {"relu": 1, "gelu": 2, "relu2": 2, "swiglu": 4}[config.model.activation] * config.ffn * a
     m = config.memory
     memory = of_memory.kept_bytes(m, d, a) if m else 0
     if config.parallel.activation_checkpointing:

@@ -27,23 +27,39 @@ CHUNK_LOGITS_CPU = 2**22
 ALIGNED = 64
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None = None, z: float = 0.0
+) -> Tensor:
     """Negative log-likelihood in nats, an fp32 scalar, summed over the targets that are not IGNORE.
 
-    hidden (N, d), weight (V, d), bias (V,), targets (N,) int64. The products run in autocast's dtype; softmax and loss in
+    hidden (N, d), weight (V, d), bias (V,), targets (N,) int64. Logits l are cap * tanh(l / cap) if there is a cap. The
+    gradient, not what is returned, is that of the sum and z times the squared logarithms of the softmax's denominators
+    besides (z-loss: Chowdhery et al., 2022): losses compare, whatever z. The products run in autocast's dtype; softmax and loss in
     fp32, and so does the sum of the weight's gradient over chunks; a CPU rounds a chunk's part of it to the dtype first.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     # Asked here: within a Function's forward gradients are always off, and needs_input_grad knows nothing of no_grad.
-    return _LinearCrossEntropy.apply(hidden.to(dtype), weight, bias, targets, torch.is_grad_enabled())
+    if bias is None:
+        bias = weight.new_zeros(len(weight))
+    return _LinearCrossEntropy.apply(hidden.to(dtype), weight, bias, targets, cap, z, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, trains: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        targets: Tensor,
+        cap: float | None,
+        z: float,
+        trains: bool,
+    ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            total, *grads = (_fused if _has_kernel(hidden) else _plain)(hidden, weight, bias, targets, trains)
+            compute = _fused if _has_kernel(hidden) else _plain
+            total, *grads = compute(hidden, weight, bias, targets, cap, z, trains)
         ctx.save_for_backward(*grads)
         return total
 
@@ -52,14 +68,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         # `scale` has no dimensions: the products are taken in fp32, and stay in the gradients' dtypes.
-        return hidden * scale, weight * scale, bias * scale, None, None
+        return hidden * scale, weight * scale, bias * scale, None, None, None, None
 
 
 def _has_kernel(hidden: Tensor) -> bool:
     return TRITON and hidden.is_cuda and hidden.dtype is not torch.float64
 
 
-def _plain(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, trains: bool) -> list[Tensor]:
+def _plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, cap: float | None, z: float, trains: bool
+) -> list[Tensor]:
     """The loss; with `trains` also the gradients of hidden, weight and bias."""
     grads = [torch.empty_like(hidden), torch.zeros_like(weight), torch.zeros_like(bias)] if trains else []
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -67,13 +85,20 @@ def _plain(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, trains
     for rows in _chunks(len(hidden), weight.shape[0], hidden.device):
         h, t = hidden[rows], targets[rows]
         logits = torch.mm(h, matrix.T).float().add_(bias)
+        if cap is not None:
+            logits.div_(cap).tanh_().mul_(cap)
         scored, picked = (t != IGNORE).unsqueeze(1), t.clamp(min=0).unsqueeze(1)
         normaliser = logits.logsumexp(1, keepdim=True)
         total += torch.where(scored, normaliser - logits.gather(1, picked), 0.0).sum()
         if trains:
-            # d nll / d logits = softmax - one-hot, on scored tokens
-            error = logits.sub_(normaliser).exp_().scatter_add_(1, picked, -torch.ones_like(normaliser))
-            error = error.mul_(scored)
+            # d nll / d logits = softmax - one-hot, on scored tokens; d z log^2 / d logits = 2 z log softmax
+            slope = None if cap is None else 1 - (logits / cap).square_()
+            error = logits.sub_(normaliser).exp_()
+            if z:
+                error.mul_(1 + 2 * z * normaliser)
+            error = error.scatter_add_(1, picked, -torch.ones_like(normaliser)).mul_(scored)
+            if slope is not None:
+                error.mul_(slope)
             grads[2] += error.sum(0)
             error = error.to(h.dtype)
             torch.mm(error, matrix, out=grads[0][rows])
@@ -81,7 +106,9 @@ def _plain(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, trains
     return [total, *grads]
 
 
-def _fused(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, trains: bool) -> list[Tensor]:
+def _fused(
+    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, cap: float | None, z: float, trains: bool
+) -> list[Tensor]:
     """The same with one kernel for all that is between the products."""
     from pkm.model.triton_loss import cross_entropy
 
@@ -99,7 +126,7 @@ def _fused(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, trains
         by_weight = torch.zeros(width, with_one.shape[1], dtype=torch.float32, device=hidden.device)
     for rows in _chunks(tokens, width, hidden.device):
         logits = torch.mm(hidden[rows], matrix.T)
-        losses[rows] = cross_entropy(logits, no_words, targets[rows], trains)
+        losses[rows] = cross_entropy(logits, no_words, targets[rows], trains, cap, z)
         if trains:
             torch.mm(logits, matrix, out=by_hidden[rows])
             _add_product(by_weight, logits.T, with_one[rows])

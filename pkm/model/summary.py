@@ -30,11 +30,11 @@ def summary(config: Config, vocab_size: int, ranks: int = 1) -> list[Row]:
     count, work = parameters(config, vocab_size), flops(config, vocab_size)
     model = config.model
     rows: list[Row] = [
-        ("model", f"{model.layers} layers x {model.dim}", f"{model.heads} heads, {model.norm}-norm, {model.activation}"),
+        ("model", f"{model.layers} layers x {model.dim}", _blocks(config)),
         ("vocabulary", f"{vocab_size:,}", f"context {config.corpus.context}"),
         *_memory_rows(config),
         ("parameters", amount(count.total), f"{count.total:,}"),
-        ("  dense", amount(count.dense), f"{count.dense:,}: embeddings {amount(count.tokens + count.positions)}, "
+        ("  dense", amount(count.dense), f"{count.dense:,}: embeddings {amount(count.tokens + count.positions + count.output)}, "
          f"attention {amount(count.attention)}, feed-forward {amount(count.feed_forward)}, "
          f"queries {amount(count.query)}, keys {amount(count.keys)}"),
         ("  values", amount(count.values), f"{count.values:,}"),
@@ -44,6 +44,27 @@ def summary(config: Config, vocab_size: int, ranks: int = 1) -> list[Row]:
         *_size_rows(config, vocab_size, ranks),
     ]  # fmt: skip
     return rows
+
+
+def _blocks(config: Config) -> str:
+    """What the blocks are made of; what is as in the paper's model only where it is always said."""
+    m = config.model
+    said = {
+        f"{m.heads} heads": True,
+        f"{m.kv_heads} of keys and values": m.kv_heads is not None,
+        f"{m.norm}-norm": True,
+        "RMSNorm": m.norm_type == "rms",
+        "norms of queries and keys": m.qk_norm,
+        f"{m.activation} of {config.ffn}": True,
+        "rotary positions": m.positions == "rotary",
+        "no positions": m.positions == "none",
+        f"window {m.window}": m.window is not None,
+        "documents apart": m.document_mask,
+        "no biases": not m.bias,
+        "output of its own": not m.tie_embeddings,
+        f"logits to +-{m.logit_cap or 0:g}": m.logit_cap is not None,
+    }
+    return ", ".join(word for word, holds in said.items() if holds)
 
 
 def _memory_rows(config: Config) -> list[Row]:

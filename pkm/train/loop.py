@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pkm.checkpoint.shards import total_bytes
 from pkm.config.schema import Config
 from pkm.corpus.batches import TrainingBatches
@@ -81,7 +83,12 @@ def read_ahead(config: Config, corpus: Corpus, compute: Compute) -> Prefetcher:
         )
     batches = TrainingBatches(corpus.train, config.corpus.context, config.sequences, config.seed)
     rows = dist.share(config.sequences)
-    return Prefetcher(lambda step: batches.slice(step - 1, *rows), compute.device)
+    documents = config.model.document_mask
+
+    def read(step: int) -> tuple[np.ndarray, ...]:
+        return (*batches.slice(step - 1, *rows), *((batches.documents(step - 1, *rows),) if documents else ()))
+
+    return Prefetcher(read, compute.device)
 
 
 def start_clock(config: Config, run: Run, corpus: Corpus, model: Transformer, optim: Optimizers, state: State) -> Clock:

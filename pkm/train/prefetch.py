@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets of a rank, int64 (windows, context)."""
+Batch = tuple[Tensor, ...]
+"""Inputs and targets of a rank, and with `model.document_mask` the inputs' documents; int64 (windows, context)."""
 
 
 class Prefetcher:
     """What `read` gives for each step, in a thread of its own; pinned for a GPU, so that its copy there is asynchronous."""
 
-    def __init__(self, read: Callable[[int], tuple[np.ndarray, np.ndarray]], device: torch.device):
+    def __init__(self, read: Callable[[int], tuple[np.ndarray, ...]], device: torch.device):
         self._read, self._device = read, device
         self._thread = ThreadPoolExecutor(1, "batches")
         self._next: tuple[int, Future[Batch]] | None = None
@@ -35,8 +35,8 @@ class Prefetcher:
         self._thread.shutdown(cancel_futures=True)
 
     def _made(self, step: int) -> Batch:
-        inputs, targets = (torch.from_numpy(np.ascontiguousarray(part)) for part in self._read(step))
+        batch = tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in self._read(step))
         if self._device.type != "cuda":
-            return inputs, targets
+            return batch
         torch.cuda.set_device(self._device)  # a thread begins on GPU 0, whoever's that is
-        return inputs.pin_memory(), targets.pin_memory()
+        return tuple(part.pin_memory() for part in batch)

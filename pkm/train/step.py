@@ -52,7 +52,7 @@ def take_step(
     """Update the model by one batch, unless something is not finite: then the step leaves no trace but its number.
 
     module      what is called: the model, or the model with its gradients summed over ranks
-    batch       this rank's inputs and targets, int64 (windows, context)
+    batch       this rank's inputs and targets, and maybe documents, int64 (windows, context)
     measures    also count what the memories read, and how far each group moved
     """
     with profiled(config.profile, step, run.directory):
@@ -90,15 +90,15 @@ def backward(
 
     Returns the global batch's mean loss, nats per token, and a meter for each layer with a memory (none without `measures`).
     """
-    inputs, targets = batch
-    size = config.optim.micro_batch or len(inputs)
+    windows = len(batch[0])
+    size = config.optim.micro_batch or windows
     meters = {n: UsageMeter(m.slots, m.heads) for n, m in model.memories()} if measures else {}
     total = torch.zeros((), device=compute.device)
-    for first in range(0, len(inputs), size):
-        ids, wanted = (part[first : first + size].to(compute.device, non_blocking=True) for part in (inputs, targets))
-        last = first + size >= len(inputs)
+    for first in range(0, windows, size):
+        ids, wanted, *documents = (p[first : first + size].to(compute.device, non_blocking=True) for p in batch)
+        last = first + size >= windows
         with sync_on_last(module, last), compute.autocast(), recording(model, measures):
-            loss = module(ids, wanted) / config.optim.batch_tokens
+            loss = module(ids, wanted, None, *documents) / config.optim.batch_tokens
             (loss * scaling(model, loss.detach(), scale)).backward()
         total += loss.detach()
         for layer, meter in meters.items():

@@ -20,6 +20,8 @@ README = Path(__file__).parents[2] / "README.md"
 # One case for each rule of IMPOSSIBLE, in its order: overrides of a good config that break it.
 BREAKS: list[tuple[str, list[str]]] = [
     ("model.heads", ["model.heads=7"]),
+    ("model.kv_heads", ["model.kv_heads=3"]),
+    ("model.positions", ["model.positions=rotary", "model.dim=56"]),
     ("optim.batch_tokens", ["optim.batch_tokens=100"]),
     ("evaluate.stride", ["evaluate.stride=65"]),
     ("memory.layers", ["memory.count=1"]),

@@ -107,6 +107,33 @@ def test_with_kept_keys_and_values_the_same_ids_come_as_without_also_past_the_co
         torch.testing.assert_close(logits, without.float(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("prompt", [1, 3 * CONTEXT])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"positions": "rotary", "kv_heads": 1, "qk_norm": True},
+        {"positions": "none", "window": 3},
+        {
+            "positions": "rotary",
+            "norm_type": "rms",
+            "activation": "swiglu",
+            "bias": False,
+            "logit_cap": 5.0,
+            "window": 9,
+        },
+    ],
+    ids=["shared keys", "window", "of today"],
+)
+def test_kept_keys_and_values_fit_every_block(model, prompt):
+    model = untrained(torch.float64, model={"norm": "pre", "layers": 3, "tie_embeddings": False, **model})
+    start = torch.randint(14, VOCAB_SIZE, (1, prompt), generator=torch.Generator().manual_seed(1))
+    (ids, logits), (expected, without) = (
+        sampled(model, start, 3 * CONTEXT, range(2), 1.0, cached) for cached in (True, False)
+    )
+    assert torch.equal(ids, expected)
+    torch.testing.assert_close(logits, without.float(), rtol=1e-5, atol=1e-6)
+
+
 def test_a_sample_depends_on_its_own_seed_alone():
     model, start = untrained(), torch.tensor([[EOS_ID, 20, 21]])
     together, _ = sampled(model, start, 30, [3, 4, 5], 1.0, cached=True)

@@ -63,6 +63,22 @@ class TestParameters:
             (["memory.place=after"], "feed_forward", 1104),
             (["memory.place=after"], "norms", 96),  # one LayerNorm more
             (["model.norm=pre"], "norms", 96),  # one at the end
+            (["model.norm_type=rms"], "norms", 40),  # 5 x 8
+            (["model.bias=false"], "norms", 40),
+            (["model.embedding_norm=false"], "norms", 64),
+            (["model.bias=false"], "output_bias", 0),
+            (["model.bias=false"], "attention", 512),  # 2 x (8 x 24 + 8 x 8)
+            (["model.bias=false"], "feed_forward", 512),  # 8 x 32 + 32 x 8
+            (["model.kv_heads=1"], "attention", 432),  # 2 x (8 x 16 + 16 + 8 x 8 + 8)
+            (["model.qk_norm=true"], "attention", 608),  # 2 x (288 + two LayerNorms over 4)
+            (["model.qk_norm=true", "model.norm_type=rms"], "attention", 592),
+            (["model.activation=swiglu"], "feed_forward", 632),  # f = 24: 2 x (8 x 24 + 24) + 24 x 8 + 8
+            (["model.activation=swiglu", "model.ffn=20"], "feed_forward", 528),  # 2 x (8 x 20 + 20) + 20 x 8 + 8
+            (["model.activation=relu2"], "feed_forward", 552),
+            (["model.positions=rotary"], "positions", 0),
+            (["model.positions=none"], "positions", 0),
+            (["model.tie_embeddings=false"], "output", 800),
+            (["model.window=3", "model.logit_cap=5", "model.document_mask=true"], "attention", 576),
             (["model.ffn=20"], "feed_forward", 348),  # 8 x 20 + 20 + 20 x 8 + 8
             (["memory.query.norm=none"], "query", 108),
             (["memory.query.norm=layer"], "query", 132),
@@ -100,6 +116,10 @@ class TestParameters:
         ["memory.query.hidden=[6, 7]", "memory.query.norm=layer", "memory.layers=[1, 2]"],
         ["memory.query.hidden=[6]", "model.ffn=20"],
         ["memory.keys=flat", "memory.sub_keys=null", "memory.slots=30"],
+        ["model.bias=false", "model.norm=pre", "model.kv_heads=1", "model.qk_norm=true"],
+        ["memory=null", "model.norm_type=rms", "model.activation=swiglu", "model.qk_norm=true"],
+        ["model.positions=rotary", "model.activation=swiglu", "model.bias=false", "model.tie_embeddings=false"],
+        ["model.positions=none", "model.norm_type=rms", "model.embedding_norm=false", "model.activation=relu2"],
     ],
 )
 def test_the_built_model_has_as_many_parameters(tmp_path: Path, overrides: list[str]) -> None:
@@ -120,6 +140,24 @@ class TestFlops:
         assert found.feed_forward == 2048  # 2 blocks x 4 x 8 x 32
         assert found.output == 1600
         assert (found.forward, found.training) == (5024, 15072)
+
+    @pytest.mark.parametrize(
+        ("overrides", "part", "number"),
+        [
+            (["model.kv_heads=1"], "attention", 1120),  # 2 x (2 x 8 x (8 + 8) + 2 x 8 x 8 + 2 x 8 x 11)
+            (
+                ["model.window=4"],
+                "attention",
+                1240,
+            ),  # 2 x (8 x 64 + 4 x 8 x 3.4): of 10 tokens 1, 2, 3, 4, 4, ... are seen: 34 in all, of 55
+            (["model.window=99"], "attention", 1376),
+            (["model.activation=swiglu"], "feed_forward", 2304),  # 2 x 6 x 8 x 24
+            (["model.activation=relu2"], "feed_forward", 2048),
+            (["model.tie_embeddings=false", "model.positions=rotary", "model.bias=false"], "output", 1600),
+        ],
+    )
+    def test_each_setting_costs_as_by_hand(self, tmp_path: Path, overrides: list[str], part: str, number: int) -> None:
+        assert getattr(cost.flops(config(tmp_path, MINIMAL, *overrides), VOCABULARY), part) == number
 
     def test_a_memory_by_hand(self, tmp_path: Path) -> None:
         found = cost.flops(config(tmp_path, MINIMAL + MEMORY), VOCABULARY)
@@ -200,6 +238,10 @@ class TestBytes:
             ["memory=null"],
             ["memory=null", "precision=bf16", "model.norm=pre"],
             ["memory=null", "model.activation=relu", "model.layers=6"],
+            ["memory=null", "model.activation=relu2", "model.bias=false"],
+            ["memory=null", "model.activation=swiglu", "model.norm_type=rms"],
+            ["memory=null", "model.positions=rotary", "model.qk_norm=true", "model.kv_heads=1"],
+            ["memory=null", "model.positions=rotary", "model.qk_norm=true", "precision=bf16"],
             ["memory.sub_keys=256", "memory.layers=[1, 2]"],
         ],
     )

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pkm.model.attention import dropped_attention
 from pkm.model.dropout import dropout, kept_and_scale
-from pkm.model.transformer import dropped_attention
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.2, 0.5, 0.9])

@@ -32,6 +32,26 @@ def test_loss_and_gradients_are_those_of_cross_entropy_over_all_logits(chunk_log
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk_logits", [11, 40, 10_000])
+@pytest.mark.parametrize(
+    "cap, z, has_bias", [(1.5, 0.0, True), (None, 0.3, True), (1.5, 0.3, True), (None, 0.0, False)]
+)
+def test_capped_logits_z_loss_and_no_bias_give_the_gradients_of_their_definition(
+    cap, z, has_bias, chunk_logits, monkeypatch
+):
+    monkeypatch.setattr(loss, "CHUNK_LOGITS_CPU", chunk_logits)
+    (hidden, weight, bias), targets = inputs()
+    ours = [hidden, weight, *([bias] if has_bias else [])]
+    nll = linear_cross_entropy(hidden, weight, bias if has_bias else None, targets, cap, z)
+    found = torch.autograd.grad(nll * 0.25, ours)
+    logits = F.linear(hidden, weight, bias if has_bias else None)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    cross_entropy = F.cross_entropy(logits, targets, reduction="sum")
+    wanted = cross_entropy + z * logits.logsumexp(1)[targets != IGNORE].square().sum()
+    torch.testing.assert_close(nll.double(), cross_entropy, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted * 0.25, ours), rtol=1e-5, atol=1e-6)
+
+
 def test_only_targets_that_are_scored_count():
     tensors, targets = inputs()
     targets[:] = IGNORE

@@ -116,9 +116,15 @@ def test_dropout_is_active_in_training_only():
     assert not torch.equal(model.hidden(ids), model.hidden(ids))
 
 
-@pytest.mark.parametrize("place", ["replace", "beside", "after"])
-def test_a_compiled_block_is_one_graph_and_computes_the_same(place):
-    config = tiny_config(memory={"place": place})
+TODAY = {
+    "kv_heads": 1, "qk_norm": True, "window": 5, "positions": "rotary", "norm_type": "rms", "activation": "swiglu",
+    "bias": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place, blocks", [("replace", {}), ("beside", {}), ("after", {}), ("replace", TODAY)])
+def test_a_compiled_block_is_one_graph_and_computes_the_same(place, blocks):
+    config = tiny_config(memory={"place": place}, model=blocks)
     ids = torch.randint(14, VOCAB_SIZE, (4, 8), generator=torch.Generator().manual_seed(1))
     found = []
     for compiled in (False, True):

@@ -71,6 +71,19 @@ def test_loss_and_gradients_are_those_of_float64(
         assert torch.equal(one, same), "two runs differ"
 
 
+@pytest.mark.parametrize("cap, z", [(1.5, 0.0), (None, 0.3), (1.5, 0.3)])
+def test_capped_logits_and_z_loss_are_those_of_the_plain_way(
+    cap: float | None, z: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, targets = inputs(13, 5, 70, torch.float32)
+    found = []
+    for kernel in (True, False):
+        monkeypatch.setattr(loss, "_has_kernel", lambda hidden, kernel=kernel: kernel)
+        nll = loss.linear_cross_entropy(*tensors, targets, cap, z)
+        found.append([nll.detach(), *torch.autograd.grad(nll, tensors)])
+    assert all(near(one, theirs, 1e-5) for one, theirs in zip(*found, strict=True))
+
+
 def test_columns_that_are_no_words_have_no_probability_and_no_gradient() -> None:
     logits, bias = torch.randn(4, 128, device=DEVICE), torch.full((128,), -torch.inf, device=DEVICE)
     bias[:70] = 0
