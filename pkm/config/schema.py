@@ -45,7 +45,8 @@ Ratio = Annotated[
 Probability = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Betas = tuple[Probability, Probability]
 Where = Annotated[Path, AfterValidator(Path.expanduser)]
-Schedule = Literal["inverse_sqrt", "cosine", "linear", "constant"]
+Schedule = Literal["inverse_sqrt", "cosine", "linear", "wsd", "constant"]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*(/[A-Za-z0-9][A-Za-z0-9._+=-]*)*$"
@@ -169,6 +170,10 @@ class DenseOptim(Part):
     """Decoupled (AdamW), on matrices only."""
     schedule: Schedule = "inverse_sqrt"
     """Learning rate as a function of the step."""
+    floor: Share = 0.0
+    """What the learning rate does not fall below after its warm-up, as a share of the peak."""
+    cooldown: Share = 0.2
+    """wsd: share of the steps, at the end, in which the rate falls from the peak to the floor."""
     warmup_steps: Natural = 4000
     """Linear warm-up."""
     clip: Rate | None = 5.0
@@ -184,6 +189,10 @@ class GroupOptim(Part):
     """Peak learning rate: a number, a ratio to optim.dense.lr as 10x, or auto = by the model's width (docs/recipes.md)."""
     schedule: Schedule | None = None
     """Learning rate as a function of the step; null = optim.dense's."""
+    floor: Share | None = None
+    """What the learning rate does not fall below after its warm-up, as a share of the peak; null = optim.dense's."""
+    cooldown: Share | None = None
+    """wsd: share of the steps, at the end, in which the rate falls from the peak to the floor; null = optim.dense's."""
     warmup_steps: Natural | None = None
     """Linear warm-up; null = optim.dense's."""
     weight_decay: Decay | None = None
@@ -191,6 +200,15 @@ class GroupOptim(Part):
     clip: Rate | Literal["with dense"] | None = "with dense"
     """Largest gradient norm of the group; with dense = its gradient counts in optim.dense's norm and is scaled with it;
     null = no clipping."""
+
+
+class MatricesOptim(GroupOptim):
+    """Updates of the matrices of attention and feed-forward networks, if they are not to be as everything dense."""
+
+    optimizer: Literal["adam", "muon"] = "adam"
+    """muon (Jordan et al., 2024): momentum made orthogonal, at such a size that Adam's rates fit (Liu et al., 2025)."""
+    momentum: Probability = 0.95
+    """Muon's."""
 
 
 class ValuesOptim(Part):
@@ -204,6 +222,10 @@ class ValuesOptim(Part):
     """Adam's."""
     schedule: Schedule = "constant"
     """Learning rate as a function of the step."""
+    floor: Share = 0.0
+    """What the learning rate does not fall below after its warm-up, as a share of the peak."""
+    cooldown: Share = 0.2
+    """wsd: share of the steps, at the end, in which the rate falls from the peak to the floor."""
     warmup_steps: Natural = 0
     """Linear warm-up."""
     clip: Rate | None = None
@@ -227,21 +249,25 @@ class OptimConfig(Part):
     micro_batch: Positive | None = None
     """Windows of one forward pass of one rank; null = all at once. Smaller means accumulation, in less memory."""
     dense: DenseOptim = DenseOptim()
+    matrices: MatricesOptim | None = None
+    """Absent = with optim.dense."""
     embeddings: GroupOptim = GroupOptim()
     """Of tokens, positions, and the output layer, tied or not."""
     addressing: GroupOptim = GroupOptim()
     """The memories' query networks and keys."""
     values: ValuesOptim = ValuesOptim()
+    z_loss: Decay = 0.0
+    """Weight of the squared logarithm of the softmax's denominator in the loss that is learned from; 1e-4 is usual."""
     max_consecutive_skips: Positive = 20
     """Steps skipped one after the other, because loss or gradient was not finite, that stop the run."""
 
     def group(self, name: str) -> DenseOptim | ValuesOptim:
-        """Settings of `dense`, `embeddings`, `addressing` or `values` with every rate a number and nothing left to `dense`."""
+        """Settings of `dense`, `matrices`, `embeddings`, `addressing` or `values` with every rate a number and nothing left to `dense`."""
         own = getattr(self, name)
         lr = float(own.lr.removesuffix("x")) * float(self.dense.lr) if isinstance(own.lr, str) else own.lr
         if not isinstance(own, GroupOptim):
             return own.model_copy(update={"lr": lr})
-        given = {key: getattr(own, key) for key in ("schedule", "warmup_steps", "weight_decay")}
+        given = {key: getattr(own, key) for key in ("schedule", "floor", "cooldown", "warmup_steps", "weight_decay")}
         given = {key: value for key, value in given.items() if value is not None}
         clip = self.dense.clip if own.clip == "with dense" else own.clip
         return self.dense.model_copy(update={**given, "lr": lr, "clip": clip})
@@ -338,9 +364,9 @@ class Config(Part):
     def _decide_rates(self) -> Config:
         """Put numbers in place of `lr: auto`, so that a run keeps its rates whatever a later version makes of the word."""
         rates, optim = recipe.learning_rates(self.model.dim), self.optim
-        for name, rate in rates.items():
+        for name, rate in {**rates, "matrices": rates["dense"]}.items():
             group = getattr(optim, name)
-            if group.lr == "auto":
+            if group is not None and group.lr == "auto":
                 optim = optim.model_copy(update={name: group.model_copy(update={"lr": rate})})
         self.__dict__["optim"] = optim  # frozen for everyone else
         return self

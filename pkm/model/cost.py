@@ -167,12 +167,23 @@ class TrainingBytes:
     gradients: int
     """Dense fp32; of the values, whole for `update: dense`, else the rows that an update can touch at most."""
     adam: int
+    """Two moments of everything; of matrices that Muon updates one."""
     activations: int
     """An estimate of what backward keeps (see `activation_bytes`)."""
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.adam + self.activations
+
+
+def _once_kept(config: Config) -> int:
+    """Numbers of the matrices of which Muon keeps the momentum alone."""
+    matrices = config.optim.matrices
+    if matrices is None or matrices.optimizer != "muon":
+        return 0
+    d = config.model.dim
+    attention = config.model.layers * d * (2 * d + 2 * _kv(config))
+    return attention + _feed_forwards(config) * (_expansions(config) + 1) * d * config.ffn
 
 
 def bytes_per_slot(config: Config) -> int:
@@ -198,7 +209,7 @@ def training_bytes(config: Config, vocab_size: int, ranks: int = 1) -> TrainingB
     return TrainingBytes(
         weights=count.dense * FP32 + count.values // share * BYTES[values.dtype],
         gradients=count.dense * FP32 + value_gradients,
-        adam=count.dense * 2 * FP32 + count.values // share * 2 * BYTES[values.state_dtype],
+        adam=(count.dense * 2 - _once_kept(config)) * FP32 + count.values // share * 2 * BYTES[values.state_dtype],
         activations=activation_bytes(config, vocab_size, at_once * config.corpus.context),
     )
 

@@ -104,7 +104,7 @@ class Transformer(nn.Module):
     def __init__(self, config: Config, vocab_size: int):
         super().__init__()
         self.config = model = config.model
-        self.context = config.corpus.context
+        self.context, self.z_loss = config.corpus.context, config.optim.z_loss
         self.activation_checkpointing = False
         self.tokens = nn.Embedding(vocab_size, model.dim)
         self.positions = nn.Embedding(self.context, model.dim) if model.positions == "learned" else None
@@ -190,9 +190,9 @@ class Transformer(nn.Module):
 
         mask, documents    as in `hidden`
         """
-        hidden = self.hidden(ids, mask, documents=documents).flatten(0, 1)
+        hidden, z = self.hidden(ids, mask, documents=documents).flatten(0, 1), self.z_loss if self.training else 0.0
         return linear_cross_entropy(
-            hidden, self.output_weight, self.output_bias, targets.flatten(), self.config.logit_cap
+            hidden, self.output_weight, self.output_bias, targets.flatten(), self.config.logit_cap, z
         )
 
 

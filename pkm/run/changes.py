@@ -47,6 +47,7 @@ def _why_not(key: str, before: Any, now: Any, config: Config) -> str | None:
     if now < before:
         return " (may only grow)"
     groups = ["dense", "embeddings", *(["addressing", "values"] if config.memory else [])]
+    groups += ["matrices"] if config.optim.matrices else []
     schedules = [config.optim.group(name).schedule for name in groups]
     closed = [schedule for schedule in schedules if schedule not in OPEN_ENDED]
     return f" (learning rates of a {closed[0]} schedule depend on it)" if closed else None

@@ -1,6 +1,7 @@
-"""Two optimizers of one run: Adam for everything dense, and the values' own (paper 4.3).
+"""Optimizers of one run: Adam for everything dense, Muon for its matrices if asked for, and the values' own (paper 4.3).
 
-What is dense is parted into groups with rates of their own: embeddings, addressing (query networks and keys), and the rest.
+What is dense is parted into groups with rates of their own: embeddings, addressing (query networks and keys), matrices if they
+have settings of their own, and the rest.
 Learning rates are functions of the step, never of a counter, so that a resumed run needs none.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pkm.config.schema import DenseOptim, OptimConfig, ValuesOptim
+from pkm.config.schema import DenseOptim, MatricesOptim, OptimConfig, ValuesOptim
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.memory.adam import ValuesAdam
@@ -27,37 +28,54 @@ def learning_rate(settings: DenseOptim | ValuesOptim, step: int, steps: int) -> 
 
     A linear warm-up to the peak at `warmup_steps`, then
     inverse_sqrt  peak * sqrt(warmup / step)      (Vaswani et al., 2017; paper 4.3)
-    cosine        peak to zero at `steps`, half a period
-    linear        peak to zero at `steps`
+    cosine        peak to the floor at `steps`, half a period
+    linear        peak to the floor at `steps`
+    wsd           peak until the cooldown, in which it falls linearly to the floor at `steps` (Hu et al., 2024)
     constant      peak
+    and never below the floor, a share of the peak.
     """
     warmup, peak = settings.warmup_steps, float(settings.lr)
     if step < warmup:
         return peak * step / warmup
+    floor, remaining = settings.floor, max(steps - step, 0) / max(steps - warmup, 1)
     if settings.schedule == "inverse_sqrt":
-        return peak * math.sqrt(max(warmup, 1) / step)
-    remaining = max(steps - step, 0) / max(steps - warmup, 1)
-    if settings.schedule == "linear":
-        return peak * remaining
+        return peak * max(math.sqrt(max(warmup, 1) / step), floor)
+    if settings.schedule == "constant":
+        return peak
     if settings.schedule == "cosine":
-        return peak * 0.5 * (1 - math.cos(math.pi * remaining))
-    return peak
+        remaining = 0.5 * (1 - math.cos(math.pi * remaining))
+    elif settings.schedule == "wsd":
+        remaining = min(max(steps - step, 0) / max(settings.cooldown * steps, 1), 1.0)
+    return peak * (floor + (1 - floor) * remaining)
 
 
 class DenseAdam:
-    """AdamW over named parameters in groups, each with its own learning rate and weight decay, the latter on matrices only.
+    """AdamW over named parameters in groups, each with its own learning rate and weight decay, the latter on matrices only;
+    or Muon over one of the groups.
 
     Gradients are left in `.grad` by backward. `state_tensors` names the moments after their parameters, so that a
     checkpoint can be read without the order or the groups in which the parameters were registered, and by either
     implementation.
     """
 
-    def __init__(self, groups: dict[str, dict[str, nn.Parameter]], settings: dict[str, DenseOptim | ValuesOptim]):
-        """groups, settings    by the group's name; betas and epsilon are those of the first"""
+    def __init__(
+        self,
+        groups: dict[str, dict[str, nn.Parameter]],
+        settings: dict[str, DenseOptim | ValuesOptim],
+        matrices: MatricesOptim | None = None,
+    ):
+        """groups, settings    by the group's name; betas and epsilon are those of the first
+        matrices           what updates the group of this name, if there is one
+        """
         self.groups = {name: list(parameters.values()) for name, parameters in groups.items()}
         self.parameters = {name: p for parameters in groups.values() for name, p in parameters.items()}
         parts = []
+        self.muon: torch.optim.Optimizer | None = None
+        if matrices is not None and matrices.optimizer == "muon":
+            self.muon = _muon(self.groups["matrices"], matrices.momentum, settings["matrices"].weight_decay)  # type: ignore[union-attr]
         for name, parameters in self.groups.items():
+            if name == "matrices" and self.muon is not None:
+                continue
             decay = getattr(settings[name], "weight_decay", 0.0)
             parts += [
                 {"name": name, "params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
@@ -65,8 +83,12 @@ class DenseAdam:
             ]
         self.adam = _adam([part for part in parts if part["params"]], next(iter(settings.values())))
         # Adam makes its moments at the first step; made now, a checkpoint of step 0 has the same tensors as any other.
-        for p in self.parameters.values():
-            self.adam.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        for part in self.adam.param_groups:
+            for p in part["params"]:
+                self.adam.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        if self.muon is not None:
+            for p in self.groups["matrices"]:
+                self.muon.state[p] = {"momentum_buffer": torch.zeros_like(p)}
         self.updates = torch.zeros((), dtype=torch.int64)
         self.sync_step_count()
 
@@ -78,7 +100,7 @@ class DenseAdam:
         for group in self.adam.param_groups:
             group["step"] = int(self.updates)
         if isinstance(self.adam, torch.optim.AdamW):
-            for p in self.parameters.values():
+            for p in self.adam.state:
                 self.adam.state[p]["step"] = torch.tensor(float(self.updates), device=p.device)
 
     def gradient_norm(self, parameters: list[nn.Parameter] | None = None) -> Tensor:
@@ -94,9 +116,11 @@ class DenseAdam:
 
     def step(self, lr: dict[str, float]) -> None:
         """Update; lr by the group's name."""
-        for group in self.adam.param_groups:
-            group["lr"] = lr[group["name"]]
-        self.adam.step()
+        for optimizer in (self.adam, self.muon):
+            if optimizer is not None:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr[group["name"]]
+                optimizer.step()
         self.updates += 1
 
     def clear(self) -> None:
@@ -105,11 +129,10 @@ class DenseAdam:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """`updates` () int64 on the CPU, and the moments; the tensors themselves, not copies."""
-        moments = {
-            f"{name}.{key}": self.adam.state[p][key]
-            for name, p in self.parameters.items()
-            for key in ("exp_avg", "exp_avg_sq")
-        }
+        moments: dict[str, Tensor] = {}
+        for name, p in self.parameters.items():
+            of_p = self.adam.state[p] if self.muon is None or p not in self.muon.state else self.muon.state[p]
+            moments |= {f"{name}.{key}": tensor for key, tensor in of_p.items() if key != "step"}
         return {"updates": self.updates, **moments}
 
 
@@ -133,6 +156,30 @@ def _adam(groups: list[dict[str, Any]], settings: DenseOptim | ValuesOptim) -> t
     # Some versions of torch's fused kernels leave out elements beyond 2^31.
     fused = all(p.numel() < 2**31 for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused)
+
+
+def _muon(matrices: list[nn.Parameter], momentum: float, weight_decay: float) -> torch.optim.Optimizer:
+    """torch's Muon, at the size of Adam's updates; UserError if this torch has none."""
+    if not hasattr(torch.optim, "Muon"):
+        raise UserError(
+            f"torch {torch.__version__} has no Muon",
+            "optim.matrices.optimizer",
+            "choose adam, or install torch 2.9 or later",
+        )
+    group = {"name": "matrices", "params": matrices}
+    return torch.optim.Muon(
+        [group], lr=0.0, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+
+
+def parted(settings: OptimConfig, model: Transformer) -> dict[str, dict[str, nn.Parameter]]:
+    """Everything dense by group and name; matrices are a group of their own where they have settings of their own."""
+    groups = model.groups()
+    if settings.matrices is not None:
+        dense = groups["dense"]
+        groups["matrices"] = {name: p for name, p in dense.items() if p.dim() == 2}
+        groups["dense"] = {name: p for name, p in dense.items() if p.dim() != 2}
+    return groups
 
 
 class LossScale:
@@ -166,7 +213,7 @@ class LossScale:
 class Optimizers:
     """Groups of parameters and their optimizers: learning rates, clipping and updates, each by its own settings.
 
-    dense     Adam of the groups dense, embeddings and addressing
+    dense     of the groups dense, matrices, embeddings and addressing
     values    the values' own; None without a memory
     """
 
@@ -174,10 +221,10 @@ class Optimizers:
         self.steps = settings.steps
         tables = {f"{name}.weight": table for name, table in model.tables().items()}
         self.sharded = any(table.sharded for table in tables.values())
-        groups = model.groups()
+        groups = parted(settings, model)
         self.settings = {name: settings.group(name) for name in [*groups, *(["values"] if tables else [])]}
 
-        self.dense = DenseAdam(groups, self.settings)
+        self.dense = DenseAdam(groups, self.settings, settings.matrices)
         self.values: DenseAdam | ValuesAdam | None = None
         if tables and settings.values.update == "dense":
             values = {name: table.weight for name, table in tables.items()}

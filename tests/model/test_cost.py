@@ -195,6 +195,12 @@ class TestBytes:
         # Every slot can be read by 80 tokens: 25 rows of 8 numbers with a row number each.
         assert found.gradients == 2380 * 4 + 25 * (8 * 4 + 8)
 
+    def test_muon_keeps_one_moment_of_the_matrices(self, tmp_path: Path) -> None:
+        muon = "optim.matrices={optimizer: muon}"
+        found = cost.training_bytes(config(tmp_path, MINIMAL + MEMORY, muon), VOCABULARY)
+        matrices = 2 * (8 * 24 + 8 * 8) + 2 * 8 * 32  # attention's of both blocks, the feed-forward network's of one
+        assert found.adam == (2580 * 2 - matrices) * 4
+
     def test_few_tokens_touch_few_rows(self, tmp_path: Path) -> None:
         made = config(tmp_path, MINIMAL + MEMORY, "optim.batch_tokens=10", "memory.sub_keys=100")
         assert cost.training_bytes(made, VOCABULARY).gradients % 10_000 != 0

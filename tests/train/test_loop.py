@@ -305,6 +305,37 @@ def test_values_resume_bit_for_bit_however_they_are_kept(train, values):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"dense": {"schedule": "wsd", "floor": 0.1, "cooldown": 0.5, "weight_decay": 0.1}, "z_loss": 1e-2},
+        {"matrices": {"optimizer": "muon", "lr": "2x", "weight_decay": 0.1}, "dense": {"schedule": "constant"}},
+    ],
+)
+def test_dense_parameters_resume_bit_for_bit_whatever_updates_them(train, optim):
+    model, its_optim, _, directory = train(name="whole", optim={"steps": 9, **optim}, log={"every_steps": 1})
+    pieces = {"name": "parts", "optim": {"steps": 9, **optim}}
+    with pytest.MonkeyPatch.context() as stopped:
+        stopped.setattr("pkm.run.stop.StopFlag.requested", lambda self, directory: "test")
+        train(**pieces)
+    again, other_optim, state, _ = train(**pieces)
+    assert state.step == 9
+    ours, theirs = everything(model, its_optim), everything(again, other_optim)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    last = [r for r in read(directory / "metrics.jsonl") if r["kind"] == "train"][-1]
+    assert set(last["lr"]) == set(last["update_size"]) >= {"dense", *optim} - {"z_loss"}
+
+
+def test_z_loss_pulls_the_denominator_towards_one_and_the_loss_that_is_told_is_without_it(train):
+    found = {}
+    for z in (0.0, 1.0):
+        model, _, _, directory = train(name=f"z{z:g}", optim={"z_loss": z, "steps": 40}, log={"every_steps": 1})
+        logits = model.eval().logits(model.hidden(torch.randint(14, 50, (4, 8))))
+        found[z] = float(logits.logsumexp(-1).square().mean()), losses(directory)[0]
+    assert found[1.0][0] < 0.5 * found[0.0][0]
+    assert found[1.0][1] == found[0.0][1]
+
+
 def test_a_run_goes_on_in_the_precision_that_it_began_with_or_not_at_all(train, monkeypatch):
     train(name="auto", precision="auto", optim={"steps": 3})
     began = "bf16" if device.cpu_has_bf16() else "fp32"

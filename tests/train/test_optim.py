@@ -37,9 +37,27 @@ def test_constant_stays_at_the_peak():
     assert set(rates(schedule="constant", warmup_steps=0)) == {1.0}
 
 
+SCHEDULES = ("inverse_sqrt", "cosine", "linear", "wsd", "constant")
+
+
 def test_no_schedule_exceeds_its_peak_or_divides_by_zero_without_warm_up():
-    for schedule in ("inverse_sqrt", "cosine", "linear", "constant"):
+    for schedule in SCHEDULES:
         assert all(0 <= lr <= 1 for lr in rates(schedule=schedule, warmup_steps=0))
+        assert all(0 <= lr <= 1 for lr in rates(schedule=schedule, warmup_steps=0, cooldown=0.0))
+
+
+def test_wsd_stays_at_the_peak_until_its_cooldown_and_falls_linearly_in_it():
+    lr = rates(schedule="wsd", warmup_steps=10, cooldown=0.2)
+    assert lr[:10] == pytest.approx([s / 10 for s in range(1, 11)]) and set(lr[9:80]) == {1.0}
+    assert lr[80:] == pytest.approx([1 - s / 20 for s in range(1, 21)])
+    assert rates(schedule="wsd", warmup_steps=10, cooldown=0.2, floor=0.1)[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_after_the_warm_up_no_schedule_falls_below_its_floor(schedule):
+    lr = rates(steps=1000, schedule=schedule, warmup_steps=5, floor=0.25)
+    assert lr[0] == pytest.approx(0.2) and min(lr[4:]) == pytest.approx(1.0 if schedule == "constant" else 0.25)
+    assert all(a >= b for a, b in pairwise(lr[4:]))
 
 
 def a_step(config, seed=3, micro_batches=1):
@@ -193,6 +211,44 @@ def test_state_tensors_bring_an_optimizer_back_bit_for_bit():
             second_step(model, optim)
         ended.append({**model.state_dict(), **optim.state_tensors()})
     assert all(torch.equal(ended[0][name], ended[1][name]) for name in ended[0])
+
+
+MUON = {"matrices": {"optimizer": "muon", "lr": 1e-2}}
+
+
+def test_muon_moves_matrices_by_orthogonal_steps_of_the_size_of_adams_and_adam_the_rest():
+    model, optim = a_step(tiny_config(optim=MUON))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optim.step(5, optim.gradient_norms())
+    moved = set(optim.dense.groups["matrices"])
+    assert len(moved) == 2 * 2 + 2  # attention's two of each block, and the one feed-forward network's
+    for name, p in model.named_parameters():
+        if p in moved:
+            singular = torch.linalg.svdvals((p.detach() - before[name]).double()) / (
+                1e-2 * 0.2 * math.sqrt(max(p.shape))
+            )
+            # Five iterations bring all but the smallest near 1 (Jordan et al., 2024: 0.7 to 1.2).
+            assert singular.max() < 1.3 and singular.quantile(0.1) > 0.5, name
+    adam_model, adam = a_step(tiny_config())
+    adam.step(5, adam.gradient_norms())
+    others = {name: p for name, p in adam_model.named_parameters() if dict(model.named_parameters())[name] not in moved}
+    assert all(torch.equal(p, dict(model.named_parameters())[name]) for name, p in others.items())
+
+
+def test_a_torch_without_muon_is_named(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(UserError, match=f"torch {torch.__version__.replace('+', '.')} has no Muon") as refused:
+        a_step(tiny_config(optim=MUON))
+    assert refused.value.where == "optim.matrices.optimizer"
+
+
+def test_matrices_apart_at_the_same_settings_update_as_with_dense_bit_for_bit():
+    ended = []
+    for matrices in (None, {"lr": "1x"}):
+        model, optim = a_step(tiny_config(optim={"matrices": matrices}))
+        optim.step(1, optim.gradient_norms())
+        ended.append({**model.state_dict(), **optim.state_tensors()})
+    assert ended[0].keys() == ended[1].keys() and all(torch.equal(ended[0][n], ended[1][n]) for n in ended[0])
 
 
 def test_a_loss_scale_halves_on_overflow_and_grows_after_clean_steps():
