@@ -39,6 +39,26 @@ IMPOSSIBLE: list[Rule] = [
         "choose a dim that is a multiple of 2 * heads",
     ),
     (
+        "model.experts.active",
+        lambda c: c.model.experts is not None and c.model.experts.active > c.model.experts.count,
+        lambda c: f"a token cannot be sent to {c.model.experts.active} of {c.model.experts.count} experts",
+        "choose at most model.experts.count",
+    ),
+    (
+        "model.experts.at",
+        lambda c: c.model.experts is not None and list(c.expert_layers) != sorted(set(c.expert_layers)),
+        lambda c: f"{list(c.expert_layers)} is not in ascending order without repeats",
+        "name each layer once, in ascending order",
+    ),
+    (
+        "model.experts.at",
+        lambda c: c.model.experts is not None and not {*c.expert_layers} <= {*c.feed_forward_layers},
+        lambda c: (
+            f"{list(c.expert_layers)} names a layer without a feed-forward network: there is one in {list(c.feed_forward_layers)}"
+        ),
+        "name layers that have one, or null for all of them",
+    ),
+    (
         "optim.batch_tokens",
         lambda c: c.optim.batch_tokens % c.corpus.context != 0,
         lambda c: (

@@ -71,6 +71,21 @@ class RotaryConfig(Part):
     """Which numbers of a head make a pair: 0 with size / 2 (Llama in transformers, Qwen, GPT-NeoX), or 0 with 1 (GPT-J)."""
 
 
+class ExpertsConfig(Part):
+    """A mixture of experts in place of feed-forward networks."""
+
+    count: Positive
+    """Experts of a block, E."""
+    active: Positive = 2
+    """Experts that a token is sent to."""
+    at: tuple[Positive, ...] | None = None
+    """Blocks whose feed-forward network they replace, counted from 1; null = all that have one."""
+    ffn: Positive | None = None
+    """Hidden width of an expert; null = the dense network's over `active`: as much work."""
+    balance: Decay = 0.01
+    """Weight of the loss that evens out the experts' load (Fedus et al., 2021)."""
+
+
 class ModelConfig(Part):
     """The transformer. Its defaults are the paper's (docs/model.md says what is usual today)."""
 
@@ -92,6 +107,8 @@ class ModelConfig(Part):
     """Hidden width of the feed-forward network; null = 4 * dim, for swiglu 8/3 * dim: as many parameters."""
     activation: Literal["gelu", "relu", "relu2", "swiglu"] = "gelu"
     """Of the feed-forward network; relu2 = relu squared."""
+    experts: ExpertsConfig | None = None
+    """Absent = dense feed-forward networks."""
     positions: Literal["learned", "rotary", "none"] = "learned"
     """Position embeddings, or queries and keys turned by their positions."""
     rotary: RotaryConfig = RotaryConfig()
@@ -386,6 +403,26 @@ class Config(Part):
         if self.model.ffn:
             return self.model.ffn
         return max(1, round(self.model.dim / 3)) * 8 if self.model.activation == "swiglu" else 4 * self.model.dim
+
+    @property
+    def expert_ffn(self) -> int:
+        """Hidden width of one expert; 0 without experts."""
+        experts = self.model.experts
+        return 0 if experts is None else experts.ffn or max(1, self.ffn // experts.active)
+
+    @property
+    def feed_forward_layers(self) -> tuple[int, ...]:
+        """Blocks with a feed-forward network, dense or of experts, counted from 1."""
+        replaced = self.memory_layers if self.memory and self.memory.place == "replace" else ()
+        return tuple(layer for layer in range(1, self.model.layers + 1) if layer not in replaced)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Blocks whose feed-forward network is a mixture of experts, counted from 1."""
+        experts = self.model.experts
+        if experts is None:
+            return ()
+        return self.feed_forward_layers if experts.at is None else experts.at
 
     @property
     def memory_layers(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -52,10 +52,15 @@ class Evaluation:
     """Of the scored tokens, those that are <unk>."""
     bits_per_byte_withheld: str | None = None
     """Why bits_per_byte is None."""
+    experts: dict[int, Usage] = field(default_factory=dict)
+    """Of each layer with a mixture of experts (counted from 1) the use of its experts, as of a memory's slots."""
 
     def record(self) -> dict[str, Any]:
         """As JSON-ready values."""
-        return asdict(self) | {"memories": {str(layer): asdict(usage) for layer, usage in self.memories.items()}}
+        used = {"memories": self.memories, "experts": self.experts}
+        return asdict(self) | {
+            name: {str(layer): asdict(usage) for layer, usage in of.items()} for name, of in used.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def evaluate(
     the tokens scored here, over the whole pass, in float64 (paper 4.2).
     """
     word_ends = corpus.vocab.word_ends
-    meters = {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
+    meters, of_experts = usage_meters(model)
     nll, tokens, words, unknown = 0.0, 0, 0, 0
     with _inference(model), recording(model):
         for inputs, targets, *apart in _batches(split, config, documents):
@@ -104,8 +109,11 @@ def evaluate(
             for layer, memory in model.memories():
                 indices, weights, _ = memory.selection
                 meters[layer].update(indices, weights, reads)
+            for layer, experts in model.experts():
+                indices, weights, _ = experts.selection
+                of_experts[layer].update(indices, weights, reads)
     nll, tokens, words, unknown = _sum_over_ranks(nll, tokens, words, unknown)
-    for meter in meters.values():
+    for meter in (*meters.values(), *of_experts.values()):
         meter.sum_over_ranks()
     if not math.isfinite(nll):
         raise UserError(
@@ -134,6 +142,7 @@ def evaluate(
         memories={layer: meter.result() for layer, meter in meters.items()},
         unknown_share=unknown / tokens,
         bits_per_byte_withheld=withheld,
+        experts={layer: meter.result() for layer, meter in of_experts.items()},
     )
 
 
@@ -227,14 +236,21 @@ def _inference(model: Transformer) -> Iterator[None]:
 
 @contextmanager
 def recording(model: Transformer, active: bool = True) -> Iterator[None]:
-    """Every memory keeps what it last read, for a UsageMeter."""
-    for _, memory in model.memories():
-        memory.record = active
+    """Every memory keeps what it last read, and every mixture of experts what it chose, for a UsageMeter."""
+    recorded: list[Any] = [*(memory for _, memory in model.memories()), *(experts for _, experts in model.experts())]
+    for one in recorded:
+        one.record = active
     try:
         yield
     finally:
-        for _, memory in model.memories():
-            memory.record = False
+        for one in recorded:
+            one.record = False
+
+
+def usage_meters(model: Transformer) -> tuple[dict[int, UsageMeter], dict[int, UsageMeter]]:
+    """By layer: of each memory, and of each mixture of experts."""
+    memories = {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
+    return memories, {layer: UsageMeter(experts.count, 1) for layer, experts in model.experts()}
 
 
 def _forward(model: Transformer, compute: Compute, *batch: Any) -> Tensor:

@@ -76,7 +76,7 @@ def report_record(
 
 
 def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed) -> str:
-    """Two tables: the model, and each of its memories."""
+    """Tables: the model, each of its memories, and each mixture of experts."""
     e, fit, parameters = evaluation, record["training"], record["parameters"]
     model = [
         ("checkpoint", f"step {record['step']:,}"),
@@ -118,4 +118,7 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
             for layer, u in e.memories.items()
         ]
         text += "\n" + markdown_table(header, rows)
+    if e.experts:
+        uses = [(str(layer), f"{u.percent:.2f}", f"{u.kl:.4f}", f"{u.gini:.3f}") for layer, u in e.experts.items()]
+        text += "\n" + markdown_table(["experts at layer", "usage %", "KL", "Gini"], uses)
     return text + f"\n{record['machine']}\n"

@@ -50,6 +50,8 @@ class Parameters:
     """M x K x d."""
     read: int = 0
     """What the memories' reads and outputs learn besides the values."""
+    experts: int = 0
+    """Of each block that has them: the router d x E, and E times d x f + f x d (a gate d x f more), f of an expert."""
     output: int = 0
     """V x d, if the output layer's weight is one of its own."""
 
@@ -84,6 +86,7 @@ def parameters(config: Config, vocab_size: int) -> Parameters:
         keys=memories * of_memory.keys(memory, d).parameters if memory else 0,
         values=_values(config),
         read=memories * sum(of(memory, d).parameters for of in (of_memory.read, of_memory.output)) if memory else 0,
+        experts=len(config.expert_layers) * _experts(config, model.experts.count) if model.experts else 0,
         output=0 if model.tie_embeddings else vocab_size * d,
     )
 
@@ -106,8 +109,15 @@ def _values(config: Config) -> int:
 
 
 def _feed_forwards(config: Config) -> int:
-    replaced = len(config.memory_layers) if config.memory and config.memory.place == "replace" else 0
-    return config.model.layers - replaced
+    """Blocks with a dense one."""
+    return len(config.feed_forward_layers) - len(config.expert_layers)
+
+
+def _experts(config: Config, number: int) -> int:
+    """Numbers of a block's router and of so many of its experts."""
+    assert config.model.experts is not None
+    d = config.model.dim
+    return d * config.model.experts.count + number * (_expansions(config) + 1) * d * config.expert_ffn
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,7 @@ class Flops:
     on average. Fewer heads of keys and values make two of the maps smaller, a window the second part; where documents
     end is not known here."""
     feed_forward: int
-    """4 d f, of the blocks that have one; 6 d f with a gate."""
+    """4 d f, of the blocks that have one, 6 d f with a gate; of experts those that a token is sent to, and 2 d E of the router."""
     output: int
     """2 V d."""
     query: int
@@ -148,9 +158,11 @@ def flops(config: Config, vocab_size: int) -> Flops:
     m, memories = config.memory, len(config.memory_layers)
     window = min(config.model.window or context, context)
     seen = context * (context + 1) - (context - window) * (context - window + 1)  # twice the pairs of a window of text
+    experts = config.model.experts
+    of_experts = len(config.expert_layers) * 2 * _experts(config, experts.active) if experts else 0
     return Flops(
         attention=config.model.layers * (4 * d * (d + _kv(config)) + 2 * d * seen // context),
-        feed_forward=_feed_forwards(config) * 2 * (_expansions(config) + 1) * d * config.ffn,
+        feed_forward=_feed_forwards(config) * 2 * (_expansions(config) + 1) * d * config.ffn + of_experts,
         output=2 * vocab_size * d,
         query=memories * of_memory.query(m, d).flops if m else 0,
         search=memories * of_memory.keys(m, d).flops if m else 0,
@@ -234,10 +246,16 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     feed_forward = {"relu": 1, "gelu": 2, "relu2": 2, "swiglu": 4}[config.model.activation] * config.ffn * a
     m = config.memory
     memory = of_memory.kept_bytes(m, d, a) if m else 0
+    experts = 0
+    if config.model.experts:
+        # For each choice: what goes in and comes out, and what is between; for each expert its probability.
+        between = feed_forward // config.ffn * config.expert_ffn
+        experts = config.model.experts.active * (2 * d * a + between) + config.model.experts.count * FP32
     if config.parallel.activation_checkpointing:
-        token = config.model.layers * d * FP32 + block + feed_forward + memory
+        token = config.model.layers * d * FP32 + block + max(feed_forward, experts) + memory
     else:
-        token = config.model.layers * block + _feed_forwards(config) * feed_forward + len(config.memory_layers) * memory
+        token = config.model.layers * block + len(config.memory_layers) * memory
+        token += _feed_forwards(config) * feed_forward + len(config.expert_layers) * experts
     copies = parameters(config, vocab_size).dense * a if a < FP32 else 0
     logits = min(tokens * vocab_size, CHUNK_LOGITS) * a
     return tokens * (token + d * a) + copies + vocab_size * d * FP32 + logits

@@ -32,11 +32,13 @@ def summary(config: Config, vocab_size: int, ranks: int = 1) -> list[Row]:
     rows: list[Row] = [
         ("model", f"{model.layers} layers x {model.dim}", _blocks(config)),
         ("vocabulary", f"{vocab_size:,}", f"context {config.corpus.context}"),
+        *_expert_rows(config),
         *_memory_rows(config),
         ("parameters", amount(count.total), f"{count.total:,}"),
         ("  dense", amount(count.dense), f"{count.dense:,}: embeddings {amount(count.tokens + count.positions + count.output)}, "
          f"attention {amount(count.attention)}, feed-forward {amount(count.feed_forward)}, "
-         f"queries {amount(count.query)}, keys {amount(count.keys)}"),
+         f"queries {amount(count.query)}, keys {amount(count.keys)}"
+         + (f", experts {amount(count.experts)}" if count.experts else "")),
         ("  values", amount(count.values), f"{count.values:,}"),
         ("FLOPs per token", amount(work.forward), f"forward: attention {amount(work.attention)}, feed-forward "
          f"{amount(work.feed_forward)}, output {amount(work.output)}, memory {amount(work.query + work.search + work.read)}"),
@@ -65,6 +67,16 @@ def _blocks(config: Config) -> str:
         f"logits to +-{m.logit_cap or 0:g}": m.logit_cap is not None,
     }
     return ", ".join(word for word, holds in said.items() if holds)
+
+
+def _expert_rows(config: Config) -> list[Row]:
+    experts = config.model.experts
+    if experts is None:
+        return []
+    layers = ", ".join(map(str, config.expert_layers))
+    return [
+        ("experts at layers", layers, f"{experts.count} of width {config.expert_ffn}, {experts.active} for each token")
+    ]
 
 
 def _memory_rows(config: Config) -> list[Row]:

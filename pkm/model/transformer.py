@@ -18,6 +18,7 @@ from pkm.memory.layer import MemoryLayer
 from pkm.memory.values import Values, tables
 from pkm.model.attention import Attention, Past, Places, build_norm, token_places
 from pkm.model.dropout import dropout as drop
+from pkm.model.experts import Experts
 from pkm.model.loss import linear_cross_entropy
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,13 +51,17 @@ class Block(nn.Module):
     post-norm (XLM): x <- norm(x + f(x));  pre-norm: x <- x + f(norm(x)).
     """
 
-    def __init__(self, config: Config, with_memory: bool):
+    def __init__(self, config: Config, with_memory: bool, has_experts: bool = False):
         super().__init__()
         dim, place = config.model.dim, config.memory.place if config.memory and with_memory else None
         self.place = place
         self.pre_norm = config.model.norm == "pre"
         self.attention = Attention(config.model)
-        self.feed_forward = None if place == "replace" else FeedForward(config.model, config.ffn)
+        self.feed_forward: FeedForward | Experts | None = None
+        if has_experts:
+            self.feed_forward = Experts(config, ACTIVATIONS[config.model.activation])
+        elif place != "replace":
+            self.feed_forward = FeedForward(config.model, config.ffn)
         self.memory = MemoryLayer(config.memory, dim) if config.memory and with_memory else None
         self.norms = nn.ModuleList(build_norm(config.model, dim) for _ in range(3 if place == "after" else 2))
         self.dropout = config.model.dropout
@@ -81,7 +86,7 @@ class Block(nn.Module):
     def _feed_forward(self, x: Tensor, mask: Tensor | None, residual: Tensor) -> Tensor:
         if self.feed_forward is None:
             return self._memory(x, mask, residual)
-        y = self.feed_forward(x)
+        y = self.feed_forward(x, mask) if isinstance(self.feed_forward, Experts) else self.feed_forward(x)
         return y + self._memory(x, mask, residual) if self.place == "beside" else y
 
     def _memory(self, x: Tensor, mask: Tensor | None, residual: Tensor) -> Tensor:
@@ -109,8 +114,10 @@ class Transformer(nn.Module):
         self.tokens = nn.Embedding(vocab_size, model.dim)
         self.positions = nn.Embedding(self.context, model.dim) if model.positions == "learned" else None
         self.embedding_norm = build_norm(model, model.dim) if model.embedding_norm else nn.Identity()
-        holds_memory = set(config.memory_layers)
-        self.blocks = nn.ModuleList(Block(config, layer in holds_memory) for layer in range(1, model.layers + 1))
+        self.blocks = nn.ModuleList(
+            Block(config, layer in config.memory_layers, layer in config.expert_layers)
+            for layer in range(1, model.layers + 1)
+        )
         self.final_norm = build_norm(model, model.dim) if model.norm == "pre" else nn.Identity()
         self.output = None if model.tie_embeddings else nn.Embedding(vocab_size, model.dim)
         self.output_bias = nn.Parameter(torch.zeros(vocab_size)) if model.bias else None
@@ -135,6 +142,12 @@ class Transformer(nn.Module):
     def memory(self, layer: int) -> MemoryLayer:
         """The memory of a layer counted from 1."""
         return self.blocks[layer - 1].memory  # type: ignore[return-value]
+
+    def experts(self) -> Iterator[tuple[int, Experts]]:
+        """(layer counted from 1, its mixture of experts), in order."""
+        for layer, block in enumerate(self.blocks, start=1):
+            if isinstance(block.feed_forward, Experts):
+                yield layer, block.feed_forward
 
     def tables(self) -> dict[str, Values]:
         """Every table of values by its name in the model, once, however many layers read it."""
@@ -191,9 +204,13 @@ class Transformer(nn.Module):
         mask, documents    as in `hidden`
         """
         hidden, z = self.hidden(ids, mask, documents=documents).flatten(0, 1), self.z_loss if self.training else 0.0
-        return linear_cross_entropy(
+        loss = linear_cross_entropy(
             hidden, self.output_weight, self.output_bias, targets.flatten(), self.config.logit_cap, z
         )
+        for _, experts in self.experts():
+            if experts.balance is not None:  # in the gradient, not in what is told
+                loss = loss + (experts.balance - experts.balance.detach())
+        return loss
 
 
 def build_model(config: Config, vocab_size: int) -> Transformer:

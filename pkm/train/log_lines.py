@@ -64,10 +64,14 @@ def log(
         "update_size": taken.update_sizes,
         "skipped": state.skipped,
         "memories": {},
+        "experts": {},
     }
     for layer, meter in taken.meters.items():
         usage, share = meter.result(), model.memory(layer).output_share()
         record["memories"][str(layer)] = {"usage": usage.percent, "kl": usage.kl, "output_share": share}
+    for layer, meter in taken.experts.items():
+        usage = meter.result()
+        record["experts"][str(layer)] = {"usage": usage.percent, "kl": usage.kl}
     speed = {"tokens_per_second": clock.tokens_per_second(), "peak_memory_bytes": peak_memory(compute.device)}
     if peak := compute.peak_flops():
         work = flops(config, corpus.vocab.size).training
@@ -99,6 +103,8 @@ def log_line(step: int, steps: int, record: dict[str, Any], speed: dict[str, flo
     memories = "".join(
         f" | layer {layer} usage {m['usage']:.1f} % KL {m['kl']:.2f} share {m['output_share']:.2f}"
         for layer, m in record["memories"].items()
+    ) + "".join(
+        f" | experts {layer} usage {m['usage']:.0f} % KL {m['kl']:.2f}" for layer, m in record["experts"].items()
     )
     mfu = f" | MFU {100 * speed['mfu']:.1f} %" if "mfu" in speed else ""
     return (

@@ -11,7 +11,7 @@ from torch import nn
 from pkm.config.schema import Config
 from pkm.device import Compute
 from pkm.distributed import dist
-from pkm.evaluation.evaluate import recording
+from pkm.evaluation.evaluate import recording, usage_meters
 from pkm.memory.usage import UsageMeter
 from pkm.model.transformer import Transformer
 from pkm.run.run import Run
@@ -33,6 +33,8 @@ class Step:
     """Whether loss and gradient were; else the step moved nothing."""
     meters: dict[int, UsageMeter] = field(default_factory=dict)
     """What each layer with a memory read, in steps that are measured."""
+    experts: dict[int, UsageMeter] = field(default_factory=dict)
+    """What each layer with a mixture of experts chose, in steps that are measured."""
     update_sizes: dict[str, float] = field(default_factory=dict)
     """rms of each group's update over rms of its weights, in steps that are measured."""
 
@@ -61,7 +63,7 @@ def take_step(
         sizes = optim.update_sizes() if measures else None
         optim.clear()
         optim.begin(step)
-        loss, meters = backward(config, compute, module, model, batch, scale.value, measures)
+        loss, meters, of_experts = backward(config, compute, module, model, batch, scale.value, measures)
         optim.sum_over_ranks()
         if scale.active:
             optim.scale_gradients(1 / scale.value)
@@ -74,7 +76,7 @@ def take_step(
         run.say(f"step {step} skipped: loss {loss}, gradient norms {norms}")
         put_back(model, buffers)
         return Step(loss, norms, finite)
-    return Step(loss, norms, finite, meters, sizes.result() if sizes else {})
+    return Step(loss, norms, finite, meters, of_experts, sizes.result() if sizes else {})
 
 
 def backward(
@@ -85,14 +87,15 @@ def backward(
     batch: Batch,
     scale: float,
     measures: bool,
-) -> tuple[float, dict[int, UsageMeter]]:
+) -> tuple[float, dict[int, UsageMeter], dict[int, UsageMeter]]:
     """Add the gradient of `scale` times the global batch's mean loss to `.grad`, a micro-batch at a time.
 
-    Returns the global batch's mean loss, nats per token, and a meter for each layer with a memory (none without `measures`).
+    Returns the global batch's mean loss, nats per token, and by layer a meter for each memory and each mixture of experts (none
+    without `measures`).
     """
     windows = len(batch[0])
     size = config.optim.micro_batch or windows
-    meters = {n: UsageMeter(m.slots, m.heads) for n, m in model.memories()} if measures else {}
+    meters, of_experts = usage_meters(model) if measures else ({}, {})
     total = torch.zeros((), device=compute.device)
     for first in range(0, windows, size):
         ids, wanted, *documents = (p[first : first + size].to(compute.device, non_blocking=True) for p in batch)
@@ -103,10 +106,12 @@ def backward(
         total += loss.detach()
         for layer, meter in meters.items():
             meter.update(*model.memory(layer).selection)
-    for meter in meters.values():
+        for layer, experts in model.experts() if measures else ():
+            of_experts[layer].update(*experts.selection)
+    for meter in (*meters.values(), *of_experts.values()):
         meter.sum_over_ranks()
     average_statistics(model)
-    return float(dist.all_reduce(total)), meters
+    return float(dist.all_reduce(total)), meters, of_experts
 
 
 def scaling(model: Transformer, loss: torch.Tensor, scale: float) -> float | torch.Tensor:

@@ -78,6 +78,11 @@ class TestParameters:
             (["model.positions=rotary"], "positions", 0),
             (["model.positions=none"], "positions", 0),
             (["model.tie_embeddings=false"], "output", 800),
+            (["model.experts={count: 3}"], "experts", 792),  # block 1: 8 x 3 and 3 x (8 x 16 + 16 x 8)
+            (["model.experts={count: 3}"], "feed_forward", 0),
+            (["model.experts={count: 3}", "memory=null"], "experts", 1584),
+            (["model.experts={count: 3, at: [1]}", "memory=null"], "feed_forward", 552),
+            (["model.experts={count: 3, ffn: 5}", "model.activation=swiglu"], "experts", 384),  # 24 and 3 x 3 x 8 x 5
             (["model.window=3", "model.logit_cap=5", "model.document_mask=true"], "attention", 576),
             (["model.ffn=20"], "feed_forward", 348),  # 8 x 20 + 20 + 20 x 8 + 8
             (["memory.query.norm=none"], "query", 108),
@@ -119,6 +124,7 @@ class TestParameters:
         ["model.bias=false", "model.norm=pre", "model.kv_heads=1", "model.qk_norm=true"],
         ["memory=null", "model.norm_type=rms", "model.activation=swiglu", "model.qk_norm=true"],
         ["model.positions=rotary", "model.activation=swiglu", "model.bias=false", "model.tie_embeddings=false"],
+        ["model.experts={count: 3, at: [2], ffn: 5}", "memory.place=beside", "model.activation=swiglu"],
         ["model.positions=none", "model.norm_type=rms", "model.embedding_norm=false", "model.activation=relu2"],
     ],
 )
@@ -153,6 +159,7 @@ class TestFlops:
             (["model.window=99"], "attention", 1376),
             (["model.activation=swiglu"], "feed_forward", 2304),  # 2 x 6 x 8 x 24
             (["model.activation=relu2"], "feed_forward", 2048),
+            (["model.experts={count: 3, at: [2]}"], "feed_forward", 2096),  # 2 x 4 x 8 x 32 and the router's 2 x 8 x 3
             (["model.tie_embeddings=false", "model.positions=rotary", "model.bias=false"], "output", 1600),
         ],
     )
@@ -248,6 +255,8 @@ class TestBytes:
             ["memory=null", "model.activation=swiglu", "model.norm_type=rms"],
             ["memory=null", "model.positions=rotary", "model.qk_norm=true", "model.kv_heads=1"],
             ["memory=null", "model.positions=rotary", "model.qk_norm=true", "precision=bf16"],
+            ["memory=null", "model.experts={count: 8}"],
+            ["memory=null", "model.experts={count: 8, at: [2]}", "precision=bf16", "model.activation=swiglu"],
             ["memory.sub_keys=256", "memory.layers=[1, 2]"],
         ],
     )

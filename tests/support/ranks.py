@@ -71,7 +71,7 @@ def measure(corpus_path: Path, case: str) -> dict[str, Any]:
         optim.clear()
         optim.begin(step)
         inputs, targets = map(torch.from_numpy, batches.slice(step - 1, *dist.share(8)))
-        loss, meters = backward(config, compute, module, model, (inputs, targets), 1.0, measures=True)
+        loss, meters, _ = backward(config, compute, module, model, (inputs, targets), 1.0, measures=True)
         optim.sum_over_ranks()
         norms = optim.gradient_norms()
         found["losses"].append(loss)
