@@ -21,10 +21,11 @@ class Experts(nn.Module):
     al., 2021). No token is dropped, however many choose the same expert. Experts have no biases.
 
     balance    in training the loss that evens out the load, E sum_i f_i P_i (Fedus et al., eq. 4), times `config.balance` and
-               N: f is the share of choices that fell on expert i, P the mean of its p, over the tokens of this rank and
-               micro-batch. It is 1 for an even load. None at evaluation
+               N: f is the share of choices that fell on expert i, over all ranks, P the mean of its p over the N tokens
+               of this micro-batch and rank. It is 1 a token for an even load. None at evaluation
     record     if True, `selection` holds what the last forward chose, as a memory's does with one head: experts (N, 1, k),
                their p (N, 1, k), and which tokens are not padding
+    sum_over_ranks  set where there are several (pkm.train.parallel)
     """
 
     balance: Tensor | None
@@ -36,6 +37,7 @@ class Experts(nn.Module):
         experts, dim, hidden = config.model.experts, config.model.dim, config.expert_ffn
         self.count, self.active, self.coefficient = experts.count, experts.active, experts.balance
         self.activation, self.record, self.balance = activation, False, None
+        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
         self.router = nn.Linear(dim, experts.count, bias=False)
         self.expand = _matrices(experts.count, hidden, dim)
         self.contract = _matrices(experts.count, dim, hidden)
@@ -60,7 +62,8 @@ class Experts(nn.Module):
         loads = torch.bincount(expert, minlength=self.count)
         self.balance = None
         if self.training:
-            shares = loads / len(expert)
+            everywhere = loads.float() if self.sum_over_ranks is None else self.sum_over_ranks(loads.float())
+            shares = everywhere / everywhere.sum()
             self.balance = self.coefficient * self.count * len(tokens) * (shares * p.mean(0)).sum()
         y = self._apply_experts(tokens[order // self.active], loads)[order.argsort()]
         y = y.view(len(tokens), self.active, -1)

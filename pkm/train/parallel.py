@@ -27,6 +27,8 @@ def apply_parallelism(model: Transformer, config: Config) -> Transformer:
     if dist.world_size() > 1:
         for norm in batch_norms(model):
             norm.sum_over_ranks = sum_over_ranks if config.parallel.sync_batch_norm else None
+        for _, experts in model.experts():
+            experts.sum_over_ranks = sum_over_ranks
         for table in model.tables().values() if config.parallel.values == "sharded" else ():
             sharding.shard(table)
     if config.compile:

@@ -68,7 +68,9 @@ def test_the_loss_that_evens_out_loads_is_one_a_token_for_an_even_load_and_more_
         x[..., 0] = 1
         experts.router.weight[:, 0] = torch.tensor([9.0, 8.0, -9.0, -9.0])
     experts(x)
-    assert float(experts.balance) == pytest.approx(1200, rel=0.01)  # f and P on half of the experts alone: twice as much
+    assert float(experts.balance) == pytest.approx(
+        1200, rel=0.01
+    )  # f and P on half of the experts alone: twice as much
     experts.eval()(x)
     assert experts.balance is None
 
