@@ -2,6 +2,7 @@
 
     python scripts/reproduce.py table2 --scale cpu --corpus prepared/sample
     python scripts/reproduce.py table2 table3 table4 --seeds 3          # mean and spread over three seeds
+    python scripts/reproduce.py isoflop --corpus prepared/news2k        # dense, experts and a memory at equal FLOPs
     python scripts/reproduce.py all --dry-run                           # cells, parameters, time and memory; runs nothing
 
 The same command again goes on where it was stopped: what is finished is not run again, nor what two tables share.
@@ -30,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     add("grids", nargs="+", metavar="GRID", help="table1 ... table4, a figure, a YAML file of your own, or all")
     add(
         "--scale",
-        help="sizes that stand for the paper's, of configs/paper/scales (default: gpu with a GPU or --slurm, else cpu)",
+        help="sizes that stand for the paper's, of configs/paper/scales (default: gpu with a GPU or --slurm, else cpu; paper, which keeps all sizes, for other files)",
     )
     add("--corpus", type=Path, metavar="DIR", help="prepared corpus (default: what each cell's config names)")
     add("--seeds", type=int, default=1, metavar="N", help="runs of each cell, with seeds 1 to N (default: %(default)s)")
@@ -84,7 +85,8 @@ def main() -> int:
     from pkm.machine import visible_gpus
 
     gpus = visible_gpus()
-    scale = args.scale or ("gpu" if gpus or args.slurm else "cpu")
+    studies = not any(given in (*names(), "all") for given in args.grids)  # which have the sizes they are meant to have
+    scale = args.scale or ("paper" if studies else "gpu" if gpus or args.slurm else "cpu")
     corpus = [f"corpus.path={json.dumps(str(args.corpus))}"] if args.corpus else []
     chosen = dict.fromkeys(name for given in args.grids for name in (names() if given == "all" else [given]))
     grids = [load_grid(name, scale, [*corpus, *args.set]) for name in chosen]

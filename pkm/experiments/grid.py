@@ -259,6 +259,8 @@ def _named(folder: Path, name: str, known: Sequence[str], kind: str) -> Path:
         return folder / f"{name}.yaml"
     if name.endswith((".yaml", ".yml")):
         return Path(name)
+    if (study := folder.parent / "recipes" / f"{name}.yaml").exists():
+        return study
     guess = nearest(name, list(known))
     fix = f"did you mean {guess}?" if guess else f"there are: {', '.join(known)}"
     raise UserError(f"no {kind} is called {name!r}", fix=f"{fix} (or name a YAML file of your own)")
