@@ -93,6 +93,11 @@ def _products(rows: Tensor, weights: Tensor, loads: Tensor) -> Tensor:
     if grouped(rows, weights):
         offsets = loads.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=offsets)
+    return _one_by_one(rows, weights, loads)
+
+
+@torch.compiler.disable  # sizes that differ in every step would be compiled anew in every step
+def _one_by_one(rows: Tensor, weights: Tensor, loads: Tensor) -> Tensor:
     parts = rows.split(loads.tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weights.unbind(), strict=True)])
 

@@ -11,15 +11,21 @@ from pkm.inference.generate import generate
 from pkm.inference.trained import load_trained
 from tests.support.fork import error_of
 
+TODAY = {
+    "positions": "rotary", "norm": "pre", "norm_type": "rms", "activation": "swiglu", "kv_heads": 1, "qk_norm": True,
+    "bias": False, "tie_embeddings": False, "logit_cap": 20.0, "document_mask": True, "experts": {"count": 3, "at": [1]},
+}  # fmt: skip
+
 
 @pytest.fixture
-def exported(train, tmp_path):
-    *_, directory = train(optim={"steps": 4})
+def exported(train, tmp_path, request):
+    *_, directory = train(optim={"steps": 4}, model=getattr(request, "param", {}))
     trained = load_trained(directory, "latest")
     export(trained, tmp_path / "exported")
     return trained, tmp_path / "exported"
 
 
+@pytest.mark.parametrize("exported", [{}, TODAY], ids=["2019", "today"], indirect=True)
 def test_an_exported_model_computes_what_the_run_computes(exported):
     trained, directory = exported
     again = load_exported(directory, ("device=cpu",))

@@ -121,8 +121,9 @@ def test_with_kept_keys_and_values_the_same_ids_come_as_without_also_past_the_co
             "logit_cap": 5.0,
             "window": 9,
         },
+        {"positions": "rotary", "experts": {"count": 4}},
     ],
-    ids=["shared keys", "window", "of today"],
+    ids=["shared keys", "window", "of today", "experts"],
 )
 def test_kept_keys_and_values_fit_every_block(model, prompt):
     model = untrained(torch.float64, model={"norm": "pre", "layers": 3, "tie_embeddings": False, **model})

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from pkm.model import experts as module
 from pkm.model.experts import Experts, _products
@@ -63,12 +64,12 @@ def test_the_loss_that_evens_out_loads_is_one_a_token_for_an_even_load_and_more_
     with torch.no_grad():
         experts.router.weight.zero_()
     experts(x)
-    assert float(experts.balance) == pytest.approx(600)  # P is even, so whatever f is
+    assert experts.balance.item() == pytest.approx(600)  # P is even, so whatever f is
     with torch.no_grad():
         x[..., 0] = 1
         experts.router.weight[:, 0] = torch.tensor([9.0, 8.0, -9.0, -9.0])
     experts(x)
-    assert float(experts.balance) == pytest.approx(
+    assert experts.balance.item() == pytest.approx(
         1200, rel=0.01
     )  # f and P on half of the experts alone: twice as much
     experts.eval()(x)
@@ -135,3 +136,22 @@ def test_recomputed_activations_give_the_same_gradients():
         model(ids, ids).backward()
         found.append([p.grad for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_compiled_blocks_compute_the_same_and_are_compiled_once_whatever_the_loads():
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        model = build_model(tiny_config(memory=None, model={"experts": EXPERTS, "layers": 1}), VOCAB_SIZE).train()
+        if compiled:
+            model.blocks[0].compile(backend=counter)
+        counts = []
+        for step in range(4):
+            ids = torch.randint(14, VOCAB_SIZE, (4, 8), generator=torch.Generator().manual_seed(step))
+            loss = model(ids, ids)
+            loss.backward()
+            counts.append(counter.frame_count)
+        found.append((loss.detach(), model.blocks[0].feed_forward.router.weight.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+    assert 0 < counts[0] == counts[-1]
