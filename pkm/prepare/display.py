@@ -17,8 +17,8 @@ from pkm.corpus.store import SPLITS, Corpus
 from pkm.corpus.unknown import percent, shares, warning
 from pkm.files import free_bytes
 from pkm.format import printable
+from pkm.machine import cores
 from pkm.prepare.damage import examples
-from pkm.prepare.executor import cores
 from pkm.prepare.input.listing import LeftOut, left_out_line
 from pkm.prepare.input.sources import Input, needs_unpacking, piece_bytes, pieces_of, units_of
 from pkm.prepare.pipeline import Outcome

@@ -1,4 +1,4 @@
-"""Runs the tasks of a stage on datatrove's executors: here, or as SLURM jobs."""
+"""Runs the tasks of a stage: here, in processes of this machine, or as SLURM jobs, with datatrove."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pkm
+from pkm.distributed.torchrun import kill_all
 from pkm.errors import UserError
 from pkm.files import atomic_write
+from pkm.machine import cores
 from pkm.prepare.settings import Slurm
-from pkm.prepare.stage import TICK_SECONDS, Monitor, Progress, Stage, Task, raise_failure, silence
+from pkm.prepare.stage import TICK_SECONDS, Monitor, Progress, Stage, Task
 
 Watch = Callable[[Progress], None]
 
 
 def run_stage(stage: Stage, workers: int | None, slurm: Slurm | None, watch: Watch) -> None:
-    """Do what is missing of a stage, with `workers` of this machine (None: one a core) or as SLURM jobs. `watch` hears about every second how far it is, and may raise to stop it.
+    """Do what is missing of a stage, with `workers` of this machine (None: one a core) or as SLURM jobs.
+
+    watch   is told about every second how far it is, and may raise to stop it
 
     UserError where a task fails with one, or a worker dies; other failures of a task come with its traceback.
     """
@@ -36,18 +43,19 @@ def run_stage(stage: Stage, workers: int | None, slurm: Slurm | None, watch: Wat
         (stage.work / stage.name / "failed" / f"{rank:05d}").unlink(missing_ok=True)
         (stage.work / stage.name / "running" / f"{rank:05d}").unlink(missing_ok=True)
     silence()
-    here = min(workers or cores(), len(missing))
     if slurm is not None:
         _run_on_slurm(stage, workers, slurm, watch)
-    elif here == 1:
-        _run_alone(stage, missing, watch)
+    elif (here := min(workers or cores(), len(missing))) == 1:
+        _wait({_in_a_thread(stage, missing)}, stage, watch)
     else:
-        _run_here(stage, here, watch)
+        _run_here(stage, missing, here, watch)
 
 
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def silence() -> None:
+    """datatrove logs to the terminal; what matters of it is shown otherwise."""
+    from loguru import logger
+
+    logger.disable("datatrove")
 
 
 def _logs(stage: Stage) -> Path:
@@ -55,68 +63,67 @@ def _logs(stage: Stage) -> Path:
     return stage.work.absolute() / "logs" / stage.name
 
 
-def _run_alone(stage: Stage, ranks: list[int], watch: Watch) -> None:
-    """One worker is a thread of this process: no other is started."""
-    from datatrove.executor import LocalPipelineExecutor
+def _wait(tasks: set[Future[None]], stage: Stage, watch: Watch) -> None:
+    """Until all tasks are done; raises what the first to fail raised."""
+    monitor = Monitor(stage)
+    while tasks:
+        done, tasks = wait(tasks, TICK_SECONDS, FIRST_EXCEPTION)
+        watch(monitor.look())
+        for task in done:
+            task.result()
 
-    task = Task(stage.name, stage.work, stage.run, quiet=True)
-    executor = LocalPipelineExecutor([task], tasks=len(stage.costs), workers=1, logging_dir=str(_logs(stage)))
-    outcome: list[Exception] = []
 
-    def run() -> None:
+def _in_a_thread(stage: Stage, ranks: list[int]) -> Future[None]:
+    """One worker is a thread of this process, which does not stay alive for it."""
+    done: Future[None] = Future()
+
+    def work() -> None:
         try:
             for rank in ranks:
-                executor._run_for_rank(rank)
-        except Exception as error:
-            outcome.append(error)
+                Task.of(stage)(rank=rank)
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
 
-    monitor = Monitor(stage)
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        watch(monitor.look(workers_may_die=False))
-        thread.join(TICK_SECONDS)
-    raise_failure(stage)
-    if outcome:
-        raise outcome[0]
-    watch(monitor.look(workers_may_die=False))
+    threading.Thread(target=work, daemon=True).start()
+    return done
 
 
-def _run_here(stage: Stage, workers: int, watch: Watch) -> None:
-    """Several workers are a process group of their own (worker_group.py), which can be ended whole.
-
-    A pool of processes waits for ever for a worker that was killed, so its tasks are watched from outside.
-    """
-    import dill
-    from datatrove.executor import LocalPipelineExecutor
-
-    logs = _logs(stage)
-    task = Task(stage.name, stage.work, stage.run, quiet=True)
-    executor = LocalPipelineExecutor([task], tasks=len(stage.costs), workers=workers, logging_dir=str(logs))
-    logs.mkdir(parents=True, exist_ok=True)
-    atomic_write(logs / "executor.pik", dill.dumps(executor, fmode=dill.CONTENTS_FMODE))
-    command = [sys.executable, "-m", "pkm.prepare.worker_group", str(logs / "executor.pik"), str(os.getpid())]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([_code(), *filter(None, sys.path)])}
-    monitor = Monitor(stage)
-    with open(logs / "runner.log", "w") as log:
-        runner = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+def _run_here(stage: Stage, ranks: list[int], workers: int, watch: Watch) -> None:
+    """Several workers are processes, which end when their end of a pipe is closed: by this process, or because it died."""
+    context = get_context("spawn")
+    theirs, ours = context.Pipe(duplex=False)
+    log = _logs(stage) / "workers.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_bytes(b"")
+    pool = ProcessPoolExecutor(workers, context, _begin, (theirs, log))
     try:
-        while runner.poll() is None:
-            watch(monitor.look(workers_may_die=True))
-            with suppress(subprocess.TimeoutExpired):
-                runner.wait(TICK_SECONDS)
-        watch(monitor.look(workers_may_die=False))
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(runner.pid, signal.SIGKILL)
-        runner.wait()
-    if stage.missing():
-        said = (logs / "runner.log").read_text(errors="replace").strip().splitlines()
+        _wait({pool.submit(Task.of(stage), rank=rank) for rank in ranks}, stage, watch)
+    except BrokenProcessPool as error:
+        said = log.read_text(errors="replace").strip().splitlines()
         raise UserError(
-            f"the workers ended too early while {stage.title} ({said[-1] if said else f'status {runner.returncode}'})",
-            str(logs / "runner.log"),
-            "run the same command again: it goes on where it was",
-        )
+            f"a worker died without a word while {stage.title} ({said[-1] if said else 'killed, or out of memory?'})",
+            str(log if said else stage.work),
+            "run the same command again: it goes on where it was; with fewer `workers` if memory is short",
+        ) from error
+    finally:
+        ours.close()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin(alive: Connection, log: Path) -> None:
+    """A worker begins: what it prints goes to a file, and Ctrl-C is its parent's to hear."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(log, "ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    silence()
+
+    def end_with_parent() -> None:
+        alive.poll(None)
+        kill_all(os.getpid())
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _run_on_slurm(stage: Stage, workers: int | None, slurm: Slurm, watch: Watch) -> None:
@@ -128,7 +135,7 @@ def _run_on_slurm(stage: Stage, workers: int | None, slurm: Slurm, watch: Watch)
     if not job or not _in_queue(job):
         minutes = round(slurm.hours * 60)
         runner = SlurmPipelineExecutor(
-            pipeline=[Task(stage.name, stage.work.absolute(), stage.run, quiet=False)],
+            pipeline=[Task(stage.name, stage.work.absolute(), stage.run)],
             tasks=len(stage.costs),
             time=f"{minutes // 60}:{minutes % 60:02d}:00",
             partition=slurm.partition or "",
@@ -150,9 +157,9 @@ def _run_on_slurm(stage: Stage, workers: int | None, slurm: Slurm, watch: Watch)
         atomic_write(record, job)
     monitor = Monitor(stage)
     while _in_queue(job):
-        watch(monitor.look(workers_may_die=False))
+        watch(monitor.look())
         time.sleep(10 * TICK_SECONDS)
-    watch(monitor.look(workers_may_die=False))
+    watch(monitor.look())
     record.unlink(missing_ok=True)
     if missing := stage.missing():
         raise UserError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,11 +18,9 @@ from typing import Any
 
 from pkm.errors import UserError
 from pkm.files import atomic_write
-from pkm.machine import cpu_seconds, lives, peak_kilobytes
+from pkm.machine import cpu_seconds, peak_kilobytes
 
 TICK_SECONDS = 1.0
-# How long a stage may have tasks left and nobody at work on one before its workers are taken for dead.
-IDLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -69,31 +66,25 @@ class Tick:
         if now < self._next:
             return
         self._next = now + TICK_SECONDS
-        state = {"pid": os.getpid(), "host": socket.gethostname(), "share": min(share, 1.0), "words": words}
+        state = {"pid": os.getpid(), "share": min(share, 1.0), "words": words}
         # Nobody is helped by a task that fails because it cannot say how far it is.
         with suppress(OSError):
             self._path.write_text(json.dumps(state))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
-    """A stage as datatrove runs it: a pipeline of a single step that reads, works and writes.
-
-    quiet: datatrove does not log to the terminal; what matters is shown by whoever started it.
-    """
+    """One task of a stage, done unless its report is there; callable as datatrove calls a step of a pipeline."""
 
     stage: str
     work: Path
     run: Callable[[Path, int, Tick], dict[str, Any]]
-    quiet: bool
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Unpickled in a worker, before datatrove has said anything there.
-        self.__dict__.update(state)
-        if self.quiet:
-            silence()
+    @classmethod
+    def of(cls, stage: Stage) -> Task:
+        return cls(stage.name, stage.work, stage.run)
 
-    def __call__(self, data: Any, rank: int, world_size: int) -> None:
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         folder = self.work / self.stage
         report, running = folder / f"{rank:05d}.json", folder / "running" / f"{rank:05d}"
         if report.exists():
@@ -115,13 +106,6 @@ class Task:
         running.unlink(missing_ok=True)
 
 
-def silence() -> None:
-    """datatrove logs to the terminal; what matters of it is shown otherwise."""
-    from loguru import logger
-
-    logger.disable("datatrove")
-
-
 class Monitor:
     """Reads what the tasks of a stage write about themselves."""
 
@@ -129,11 +113,9 @@ class Monitor:
         self.stage = stage
         self._done: dict[int, dict[str, Any]] = {}
         self._left = set(range(len(stage.costs)))
-        self._busy = time.monotonic()
-        self._suspect: set[int] = set()
 
-    def look(self, workers_may_die: bool) -> Progress:
-        """How far the stage is. Raises what failed; UserError where a worker is gone."""
+    def look(self) -> Progress:
+        """How far the stage is. Raises what a task failed of."""
         raise_failure(self.stage)
         for rank in [rank for rank in self._left if self.stage.report(rank).exists()]:
             self._left.discard(rank)
@@ -141,34 +123,11 @@ class Monitor:
         done = list(self._done.values())
         words = sum(report.get("words", 0) for report in done)
         progress = Progress(done, sum(self.stage.costs[rank] for rank in self._done), words)
-        running = _running(self.stage)
-        for rank, state in running.items():
+        for rank, state in _running(self.stage).items():
             if rank in self._left:
                 progress.bytes_done += self.stage.costs[rank] * state["share"]
                 progress.words += state["words"]
-        if workers_may_die:
-            self._check(running)
         return progress
-
-    def _check(self, running: dict[int, dict[str, Any]]) -> None:
-        here = {r: s for r, s in running.items() if s["host"] == socket.gethostname()}
-        dead = {r for r, s in here.items() if r in self._left and not lives(s["pid"]) and not self._finished(r)}
-        if running or not self._left:
-            self._busy = time.monotonic()
-        idle = time.monotonic() - self._busy > IDLE_SECONDS
-        if dead & self._suspect or idle:
-            raise UserError(
-                f"a worker died without a word while {self.stage.title} (killed, or out of memory?)",
-                str(self.stage.work),
-                "run the same command again: it goes on where it was; with fewer `workers` if memory is short",
-            )
-        # A task may end between two looks: only what is dead twice is.
-        self._suspect = dead
-
-    def _finished(self, rank: int) -> bool:
-        return (
-            self.stage.report(rank).exists() or (self.stage.work / self.stage.name / "failed" / f"{rank:05d}").exists()
-        )
 
 
 def _running(stage: Stage) -> dict[int, dict[str, Any]]:

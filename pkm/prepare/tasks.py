@@ -236,29 +236,19 @@ def _group(work: Path, rank: int, fates: tuple[Assignment, ...]) -> Iterator[tup
 
 def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     """Count the words of a group's share of the sample."""
-    from pkm.text.chunks import NEWLINE, document_keys, key_tokens
-    from pkm.text.normalize import normalize_xlm
+    from pkm.text.moses import WordCounter
     from pkm.text.other_tokenizers import sacremoses_tokens
 
     tokenizer = load_config(work).tokenizer
-    peer = sacremoses_tokens(tokenizer.escape) if tokenizer.backend == "sacremoses" else None
-    # Whatever can be tokenized apart from the rest is counted first and tokenized once.
-    keys: Counter[str] = Counter()
-    words = done = 0
+    other = sacremoses_tokens(tokenizer.escape) if tokenizer.backend == "sacremoses" else None
+    counter = WordCounter(tokenizer.escape, tokenizer.normalize, line_tokens=other)
+    chunks = done = 0
     total = max(1, load_groups(work)[rank][2])
     for text, _, entry in _group(work, rank, (Assignment.SAMPLE,)):
-        text = normalize_xlm(text) if tokenizer.normalize else text
-        found = text.split(NEWLINE) if peer else document_keys(text)
-        keys.update(found)
-        words += len(found)
+        chunks += counter.add(text)
         done += int(entry["bytes"])
-        tick(done / total, words)
-    del keys[NEWLINE]
-    counts: Counter[str] = Counter()
-    for key, times in keys.items():
-        for word in (peer(key) if peer else key_tokens(key, tokenizer.escape)).split(" "):
-            counts[word] += times
-    del counts[""]
+        tick(done / total, chunks)
+    counts = counter.words()
     path = work / "count" / f"{rank:05d}.words"
     content = "".join(f"{word} {number}\n" for word, number in sorted(counts.items())).encode()
     atomic_write(path, zstandard.ZstdCompressor(level=3).compress(content))

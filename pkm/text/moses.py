@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Literal
 
 from pkm.errors import exits_cleanly
@@ -54,21 +55,32 @@ class Tokenizer:
 class WordCounter:
     """How often each Moses word occurs in documents: what byte-pair codes are learned from.
 
-    Chunks are counted first and tokenized once each; at most `remember` different ones are kept at a time.
+    Whatever can be tokenized apart from the rest, chunks, is counted first and tokenized once; at most `remember`
+    different ones are kept at a time. line_tokens: another tokenizer, from a line to its tokens; then lines are counted.
     """
 
-    def __init__(self, escape: bool = False, normalize: Normalization = None, remember: int = 2_000_000):
-        self._escape, self._normalize, self._remember = escape, normalize, remember
+    def __init__(
+        self,
+        escape: bool = False,
+        normalize: Normalization = None,
+        remember: int = 2_000_000,
+        line_tokens: Callable[[str], str] | None = None,
+    ):
+        self._normalize, self._remember = normalize, remember
+        self._split = _lines if line_tokens else document_keys
+        self._tokens = line_tokens or (lambda key: key_tokens(key, escape))
         self._chunks: Counter[str] = Counter()
         self._words: Counter[str] = Counter()
         self._characters = 0
 
-    def add(self, text: str) -> None:
-        """Count a document."""
-        self._chunks.update(document_keys(normalize_xlm(text) if self._normalize == "xlm" else text))
+    def add(self, text: str) -> int:
+        """Count a document; how many chunks it has."""
+        chunks = self._split(normalize_xlm(text) if self._normalize == "xlm" else text)
+        self._chunks.update(chunks)
         self._characters += len(text)
         if len(self._chunks) > self._remember or self._characters > _MOST_CHARACTERS:
             self._tokenize_chunks()
+        return len(chunks)
 
     def words(self) -> Counter[str]:
         """Counts of words so far."""
@@ -78,11 +90,15 @@ class WordCounter:
     def _tokenize_chunks(self) -> None:
         del self._chunks[NEWLINE]
         for key, count in self._chunks.items():
-            for word in key_tokens(key, self._escape).split(" "):
+            for word in self._tokens(key).split(" "):
                 self._words[word] += count
         del self._words[""]
         self._chunks.clear()
         self._characters = 0
+
+
+def _lines(text: str) -> list[str]:
+    return text.split(NEWLINE)
 
 
 @exits_cleanly
