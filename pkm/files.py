@@ -74,26 +74,52 @@ def fsync_tree(path: Path) -> None:
         fsync_directory(directory)
 
 
+class NewFile:
+    """A file that is written beside its place and gets its name when it is whole: `file` is open to write bytes to.
+
+    UserError on a full disk, missing permission or a read-only file system.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with explained(path):
+            self.file = open(self._temporary, "wb")  # noqa: SIM115
+
+    def write(self, data: bytes) -> None:
+        with explained(self.path):
+            self.file.write(data)
+
+    def publish(self) -> None:
+        """Down to the disk, then under its name; what stood there before is replaced."""
+        with explained(self.path):
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            os.replace(self._temporary, self.path)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        with suppress(OSError):
+            self.file.close()
+        with suppress(OSError):
+            self._temporary.unlink(missing_ok=True)
+
+
 def atomic_write(path: str | Path, data: bytes | str) -> None:
     """Replace the file `path` by `data` (text as UTF-8): after a crash at any moment it holds the old or the new, whole.
 
-    Makes missing parent directories. UserError on a full disk, missing permission or a read-only file system;
-    the file is then what it was.
+    Makes missing parent directories. UserError as `NewFile`; the file is then what it was.
     """
     path = Path(path)
-    content = data.encode() if isinstance(data, str) else data
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        new = NewFile(path)
         try:
-            with open(temporary, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            new.write(data.encode() if isinstance(data, str) else data)
+            new.publish()
         except BaseException:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            new.discard()
             raise
         fsync_directory(path.parent)
 
@@ -153,9 +179,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def existing(path: str | Path) -> Path:
+    """`path`, or the nearest directory above it that is there."""
+    path = Path(path).absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
 def free_bytes(path: str | Path) -> int:
     """Free bytes on the file system that `path` is or would be on."""
-    path = Path(path).absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+    return shutil.disk_usage(existing(path)).free

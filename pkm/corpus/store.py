@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pkm.errors import UserError
-from pkm.files import atomic_write, explained, fsync_directory, read_json, sha256
+from pkm.files import NewFile, atomic_write, explained, fsync_directory, read_json, sha256
 from pkm.text.vocab import SPECIALS, UNK_ID, Vocab
 
 if TYPE_CHECKING:
@@ -188,9 +188,7 @@ def open_corpus(path: str | Path) -> Corpus:
     manifest = read_manifest(path)
     for name in ("codes", "vocab"):
         if sha256(path / name) != manifest[name]["sha256"]:
-            raise UserError(
-                "it was changed after the corpus was prepared", str(path / name), "prepare the corpus again"
-            )
+            raise _damaged("it was changed after the corpus was prepared", path / name)
     vocab = Vocab.load(path / "vocab", manifest["vocab"].get("specials", SPECIALS))
     dtype = np.dtype(manifest["dtype"])
     splits = {}
@@ -209,10 +207,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         content = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         found = "there is no such directory" if not path.exists() else "this is not a prepared corpus: no manifest.json"
-        fix = (
-            "prepare it: python scripts/prepare.py data/sample.yaml, or with a file for your own text (data/README.md)"
-        )
-        raise UserError(found, str(path), fix) from error
+        how = "python scripts/prepare.py data/sample.yaml, or with a file for your own text (data/README.md)"
+        raise UserError(found, str(path), f"prepare it: {how}") from error
     except OSError as error:
         with explained(file):
             raise error
@@ -220,20 +216,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(content)
         version = manifest["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError("the manifest is damaged", str(file), "prepare the corpus again") from error
+        raise _damaged("the manifest is damaged", file) from error
     if version != FORMAT:
-        raise UserError(
-            f"the corpus has format {version}, this version of pkm reads {FORMAT}",
-            str(file),
-            "prepare the corpus again",
-        )
+        raise _damaged(f"the corpus has format {version}, this version of pkm reads {FORMAT}", file)
     try:
         intact = manifest["fingerprint"] == fingerprint_of(manifest)
     except (KeyError, TypeError):
         intact = False
     if not intact:
-        raise UserError("the manifest is damaged: its fingerprint does not fit", str(file), "prepare the corpus again")
+        raise _damaged("the manifest is damaged: its fingerprint does not fit", file)
     return manifest
+
+
+def _damaged(what: str, file: Path) -> UserError:
+    return UserError(what, str(file), "prepare the corpus again")
 
 
 def vocab_size_of(path: Path) -> int | None:
@@ -248,9 +244,7 @@ def _check_shard(path: Path, shard: Shard, dtype: np.dtype, vocab_size: int) -> 
         with explained(file):
             found = os.stat(file).st_size
         if found != expected:
-            raise UserError(
-                f"the shard has {found} bytes, its manifest says {expected}", str(file), "prepare the corpus again"
-            )
+            raise _damaged(f"the shard has {found} bytes, its manifest says {expected}", file)
     if shard.tokens and shard.max_id >= vocab_size:
         raise UserError(
             f"the vocabulary has {vocab_size} entries, but the corpus holds id {shard.max_id}",
@@ -266,7 +260,7 @@ def verify(corpus: Corpus) -> None:
             for suffix, key in ((".bin", "bin_sha256"), (".idx", "idx_sha256")):
                 file = corpus.path / (shard["file"] + suffix)
                 if sha256(file) != shard[key]:
-                    raise UserError("the shard is damaged: its hash differs", str(file), "prepare the corpus again")
+                    raise _damaged("the shard is damaged: its hash differs", file)
 
 
 class ShardWriter:
@@ -283,9 +277,7 @@ class ShardWriter:
         self.max_id = -1
         self._starts = array("Q")
         self._start = 0
-        self._temporary = [directory / f".{name}.{suffix}.{os.getpid()}.tmp" for suffix in ("bin", "idx")]
-        with explained(directory):
-            self._files = [open(path, "wb") for path in self._temporary]  # noqa: SIM115
+        self._files = [NewFile(directory / f"{name}.{suffix}") for suffix in ("bin", "idx")]
         self._hashes = [hashlib.sha256(), hashlib.sha256()]
 
     def end_document(self, words: int, size: int) -> None:
@@ -305,10 +297,9 @@ class ShardWriter:
         self.unknown += int(np.count_nonzero(values == UNK_ID))
         starts = np.frombuffer(self._starts, "Q") if self._starts else np.empty(0, START)
         contents = values.astype(self.dtype).tobytes(), starts.astype(START).tobytes()
-        with explained(self.directory / self.name):
-            for file, digest, content in zip(self._files, self._hashes, contents, strict=True):
-                file.write(content)
-                digest.update(content)
+        for file, digest, content in zip(self._files, self._hashes, contents, strict=True):
+            file.write(content)
+            digest.update(content)
         # New arrays: numpy's views above forbid shrinking the old ones.
         self.ids = array(self.ids.typecode)
         self._starts = array("Q")
@@ -316,31 +307,18 @@ class ShardWriter:
     def close(self) -> Shard:
         """Finish the shard and publish its files, durable."""
         self._flush()
-        with explained(self.directory / self.name):
-            for file, temporary, suffix in zip(self._files, self._temporary, ("bin", "idx"), strict=True):
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-                os.replace(temporary, self.directory / f"{self.name}.{suffix}")
+        for file in self._files:
+            file.publish()
+        with explained(self.directory):
             fsync_directory(self.directory)
-        bin_sha256, idx_sha256 = (digest.hexdigest() for digest in self._hashes)
-        return Shard(
-            self.name,
-            self.documents,
-            self.words,
-            self.tokens,
-            self.bytes,
-            self.max_id,
-            bin_sha256,
-            idx_sha256,
-            self.unknown,
-        )
+        hashes = (digest.hexdigest() for digest in self._hashes)
+        counts = self.documents, self.words, self.tokens, self.bytes, self.max_id
+        return Shard(self.name, *counts, *hashes, self.unknown)
 
     def discard(self) -> None:
         """Remove what was written."""
-        for file, temporary in zip(self._files, self._temporary, strict=True):
-            file.close()
-            temporary.unlink(missing_ok=True)
+        for file in self._files:
+            file.discard()
 
 
 def write_manifest(

@@ -5,20 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from pkm.config.part import Natural, Part, Positive
 from pkm.text.vocab import UNIVERSAL, may_be_a_piece
 
-Positive = Annotated[int, Field(gt=0)]
-Natural = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Megabytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class Part(BaseModel):
-    """A section of the file: frozen, and closed to keys it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Source(Part):
@@ -92,7 +85,7 @@ class Slurm(Part):
     """Time limit of one job."""
     memory_gigabytes: Positive = 4
     """Memory of one worker."""
-    options: dict[str, str] = {}
+    options: dict[str, str] = Field({})
     """Further options of sbatch, without dashes: {account: me}."""
 
 

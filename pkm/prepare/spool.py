@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import zstandard
 
-from pkm.files import explained
+from pkm.files import NewFile, explained
 
 ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<u4")])
 """An article: the two halves of its 128-bit hash (as one big-endian number) and the bytes of its UTF-8."""
@@ -27,18 +26,15 @@ class SpoolWriter:
     """Writes `<stem>.docs` and `<stem>.npy`; both get their names in `close`."""
 
     def __init__(self, stem: Path):
-        self._final = stem.with_suffix(".docs"), stem.with_suffix(".npy")
-        self._temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in self._final]
-        with explained(stem):
-            self._file = open(self._temporary[0], "wb")  # noqa: SIM115
-        self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._file, closefd=False)
+        self._documents, self._index = NewFile(stem.with_suffix(".docs")), NewFile(stem.with_suffix(".npy"))
+        self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._documents.file, closefd=False)
         self._hashes = array("Q")
         self._sizes = array("L")
         self.documents = self.bytes = 0
 
     def add(self, data: bytes, hashed: bytes | None = None) -> None:
         """Keep an article's UTF-8. hashed: what articles that count as the same have in common, if not all of it."""
-        with explained(self._final[0]):
+        with explained(self._documents.path):
             self._stream.write(data)
         self._hashes.extend(content_hash(data if hashed is None else hashed))
         self._sizes.append(len(data))
@@ -49,17 +45,11 @@ class SpoolWriter:
         index = np.empty(self.documents, ENTRY)
         hashes = np.array(self._hashes, np.uint64).reshape(-1, 2)
         index["high"], index["low"], index["bytes"] = hashes[:, 0], hashes[:, 1], np.array(self._sizes, np.uint32)
-        with explained(self._final[0]):
+        with explained(self._documents.path):
             self._stream.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            with open(self._temporary[1], "wb") as file:
-                np.save(file, index)
-                file.flush()
-                os.fsync(file.fileno())
-            for temporary, final in zip(self._temporary, self._final, strict=True):
-                os.replace(temporary, final)
+            np.save(self._index.file, index)
+        self._documents.publish()
+        self._index.publish()
 
 
 def spooled_index(stem: Path) -> np.ndarray:

@@ -16,11 +16,10 @@ work/corpus/             the corpus, until it is published
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -31,7 +30,7 @@ import zstandard
 
 from pkm.corpus.store import ShardWriter, id_type
 from pkm.errors import UserError
-from pkm.files import atomic_write, explained, sha256
+from pkm.files import NewFile, atomic_write, explained, sha256
 from pkm.format import printable
 from pkm.prepare.assign import Assignment
 from pkm.prepare.filters import Filter
@@ -74,13 +73,15 @@ def _unit(line: str) -> list[Piece]:
     return [Piece(Input(**piece.pop("file")), **piece) for piece in json.loads(line)]
 
 
+@dataclass
 class Tally:
-    """What a task met and what it skipped."""
+    """What a task met and what it skipped: the most of its report."""
 
-    def __init__(self) -> None:
-        self.records = self.words = self.lost_bytes = 0
-        self.dropped: Counter[str] = Counter()
-        self.named: list[list[str]] = []
+    records: int = 0
+    words: int = 0
+    lost_bytes: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    named: list[list[str]] = field(default_factory=list)
 
     def skip(self, found: Skipped) -> None:
         self.dropped[found.kind] += found.records
@@ -90,15 +91,6 @@ class Tally:
         self.records += found.records
         if len(self.named) < NAMED:
             self.named.append([found.kind, printable(found.where[:LONGEST_TEXT]), printable(found.why[:LONGEST_TEXT])])
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "records": self.records,
-            "words": self.words,
-            "lost_bytes": self.lost_bytes,
-            "dropped": dict(self.dropped),
-            "named": self.named,
-        }
 
 
 def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
@@ -130,7 +122,7 @@ def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
             where = f"{file.url}, byte {chunk.offset + chunk.size}"
             tally.skip(Skipped("damaged", where, str(error), max(0, file.size - stream.tell())))
         chunks.append(chunk.close())
-    return {**tally.report(), "chunks": chunks}
+    return {**vars(tally), "chunks": chunks}
 
 
 def _cut(run: bytes, file: Input) -> int:
@@ -144,26 +136,20 @@ class _Chunk:
     """A part of a file's text, written beside the others."""
 
     def __init__(self, work: Path, rank: int, number: int, offset: int):
-        self.path = work / "unpack" / f"{rank:05d}-{number:05d}.zst"
         self.offset, self.size = offset, 0
-        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        with explained(self.path):
-            self._file = open(self._temporary, "wb")  # noqa: SIM115
-        self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._file, closefd=False)
+        self._file = NewFile(work / "unpack" / f"{rank:05d}-{number:05d}.zst")
+        self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._file.file, closefd=False)
 
     def write(self, lines: bytes) -> None:
-        with explained(self.path):
+        with explained(self._file.path):
             self._stream.write(lines)
         self.size += len(lines)
 
     def close(self) -> dict[str, Any]:
-        with explained(self.path):
+        with explained(self._file.path):
             self._stream.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self._temporary, self.path)
-        return {"path": str(self.path), "offset": self.offset, "size": self.size}
+        self._file.publish()
+        return {"path": str(self._file.path), "offset": self.offset, "size": self.size}
 
 
 def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
@@ -196,7 +182,7 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
         done += piece.text_bytes
     spool.close()
     extract.close()
-    return {**tally.report(), "documents": spool.documents, "bytes": spool.bytes}
+    return {**vars(tally), "documents": spool.documents, "bytes": spool.bytes}
 
 
 def _identity(text: str, tokenizer: Tokenizer) -> bytes:
@@ -304,10 +290,10 @@ HELD = np.dtype(
 def _save_held(path: Path, held: list[tuple[np.void, int, int, int, array]], vocab_size: int) -> None:
     rows = [(entry["high"], entry["low"], fate, words, size, len(ids)) for entry, fate, words, size, ids in held]
     ids = np.concatenate([np.frombuffer(h[4], h[4].typecode) for h in held if len(h[4])] or [np.empty(0)])
-    with explained(path), open(path, "wb") as file:
-        np.savez(file, about=np.array(rows, HELD), ids=ids.astype(id_type(vocab_size)))
-        file.flush()
-        os.fsync(file.fileno())
+    file = NewFile(path)
+    with explained(path):
+        np.savez(file.file, about=np.array(rows, HELD), ids=ids.astype(id_type(vocab_size)))
+    file.publish()
 
 
 def load_held(work: Path, groups: int) -> tuple[np.ndarray, np.ndarray]:
