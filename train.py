@@ -68,10 +68,10 @@ def main() -> int:
             model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(compute.device)
             optim = build_optimizers(config.optim, model)
             state = restore(run, compute, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
-            state = train(config, compute, run, corpus, model, optim, state, stop)
+            state = train(run, compute, corpus, model, optim, state, stop)
             if state.step == config.optim.steps:
                 with run.stops_in_report(state.step):
-                    report(run, config, compute, corpus, model, stop)
+                    report(run, compute, corpus, model, stop)
                     run.status("finished", state.step, "all steps done, report written")
     dist.stop()
     return 0

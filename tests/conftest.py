@@ -63,7 +63,7 @@ def train(tiny_corpus_path, tmp_path):
             model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(compute.device)
             optim = build_optimizers(config.optim, model)
             state = restore(run, compute, model, optim, corpus)
-            state = loop.train(config, compute, run, corpus, model, optim, state, StopFlag())
+            state = loop.train(run, compute, corpus, model, optim, state, StopFlag())
         return model, optim, state, config.directory
 
     return go

@@ -311,9 +311,9 @@ class ShardWriter:
             file.publish()
         with explained(self.directory):
             fsync_directory(self.directory)
-        hashes = (digest.hexdigest() for digest in self._hashes)
         counts = self.documents, self.words, self.tokens, self.bytes, self.max_id
-        return Shard(self.name, *counts, *hashes, self.unknown)
+        bin_sha256, idx_sha256 = (digest.hexdigest() for digest in self._hashes)
+        return Shard(self.name, *counts, bin_sha256, idx_sha256, self.unknown)
 
     def discard(self) -> None:
         """Remove what was written."""

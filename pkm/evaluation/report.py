@@ -19,12 +19,12 @@ from pkm.run.run import Run
 from pkm.run.stop import StopFlag
 
 
-def report(run: Run, config: Config, compute: Compute, corpus: Corpus, model: Transformer, stop: StopFlag) -> None:
+def report(run: Run, compute: Compute, corpus: Corpus, model: Transformer, stop: StopFlag) -> None:
     """Evaluate the checkpoint with the lowest validation loss (the last one, without validation) on the test split.
 
     dist.Stopped, with nothing written, if the run is told to stop meanwhile.
     """
-    split = corpus.test
+    config, split = run.config, corpus.test
     if split is None:
         run.say(f"no report: {corpus.path} has no test split (prepare it with held-out articles for one)")
         return

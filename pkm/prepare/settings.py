@@ -85,7 +85,7 @@ class Slurm(Part):
     """Time limit of one job."""
     memory_gigabytes: Positive = 4
     """Memory of one worker."""
-    options: dict[str, str] = Field({})
+    options: dict[str, str] = Field(default={})
     """Further options of sbatch, without dashes: {account: me}."""
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pkm.config.schema import Config
 from pkm.corpus.store import Corpus
 from pkm.corpus.unknown import percent, warning
 from pkm.device import Compute
@@ -46,9 +45,8 @@ def progress(run: Run, done: int, steps: int) -> Iterator[int]:
 
 
 def log(
-    config: Config,
-    compute: Compute,
     run: Run,
+    compute: Compute,
     corpus: Corpus,
     model: Transformer,
     optim: Optimizers,
@@ -74,10 +72,10 @@ def log(
         record["experts"][str(layer)] = {"usage": usage.percent, "kl": usage.kl}
     speed = {"tokens_per_second": clock.tokens_per_second(), "peak_memory_bytes": peak_memory(compute.device)}
     if peak := compute.peak_flops():
-        work = flops(config, corpus.vocab.size).training
+        work = flops(run.config, corpus.vocab.size).training
         speed["mfu"] = speed["tokens_per_second"] * work / (peak * dist.world_size())
     run.metrics.write(state.step, "train", **record, **speed)
-    run.say(log_line(state.step, config.optim.steps, record, speed, clock.left()))
+    run.say(log_line(state.step, run.config.optim.steps, record, speed, clock.left()))
 
 
 def start_line(model: Transformer, compute: Compute, corpus: Corpus, step: int) -> str:

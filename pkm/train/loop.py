@@ -31,18 +31,12 @@ SLOW_DISK = 200e6
 
 
 def train(
-    config: Config,
-    compute: Compute,
-    run: Run,
-    corpus: Corpus,
-    model: Transformer,
-    optim: Optimizers,
-    state: State,
-    stop: StopFlag,
+    run: Run, compute: Compute, corpus: Corpus, model: Transformer, optim: Optimizers, state: State, stop: StopFlag
 ) -> State:
     """Go on from `state` to `optim.steps`, or to where the run is told to stop; a checkpoint is left in both cases."""
+    config = run.config
     batches = read_ahead(config, corpus, compute)
-    clock = start_clock(config, run, corpus, model, optim, state)
+    clock = start_clock(run, corpus, model, optim, state)
     scale = LossScale(compute.precision == "fp16", state.loss_scale)
     module = distribute(model)
     model.train()
@@ -54,16 +48,16 @@ def train(
     with batches, collected_at_intervals() as collect:
         for step in progress(run, state.step, config.optim.steps):
             logs = is_due(config, step, config.log.every_steps) or step == 1
-            taken = take_step(config, compute, run, module, model, optim, batches.take(step), scale, step, logs)
+            taken = take_step(run, compute, module, model, optim, batches.take(step), scale, step, logs)
             state.count(step, taken.finite, scale.record())
             refuse_to_skip_for_ever(config, state)
             clock.tick(step, config.optim.batch_tokens)
             if logs:
-                log(config, compute, run, corpus, model, optim, state, clock, taken)
+                log(run, compute, corpus, model, optim, state, clock, taken)
             improved = False
             if corpus.valid and is_due(config, step, config.evaluate.every_steps):
-                improved = validate(config, compute, run, corpus, model, state, clock)
-            if stop_or_save(config, compute, run, corpus, model, optim, state, clock, stop, improved):
+                improved = validate(run, compute, corpus, model, state, clock)
+            if stop_or_save(run, compute, corpus, model, optim, state, clock, stop, improved):
                 break
             collect(step)
     run.checkpoints.wait()
@@ -78,9 +72,8 @@ def is_due(config: Config, step: int, every_steps: int) -> bool:
 def read_ahead(config: Config, corpus: Corpus, compute: Compute) -> Prefetcher:
     """This rank's rows of the global batch of each step; UserError without training text."""
     if corpus.train is None:
-        raise UserError(
-            "the corpus has no training text", str(corpus.path), "prepare it from sources that are not empty"
-        )
+        fix = "prepare it from sources that are not empty"
+        raise UserError("the corpus has no training text", str(corpus.path), fix)
     batches = TrainingBatches(corpus.train, config.corpus.context, config.sequences, config.seed)
     rows = dist.share(config.sequences)
     documents = config.model.document_mask
@@ -91,9 +84,9 @@ def read_ahead(config: Config, corpus: Corpus, compute: Compute) -> Prefetcher:
     return Prefetcher(read, compute.device)
 
 
-def start_clock(config: Config, run: Run, corpus: Corpus, model: Transformer, optim: Optimizers, state: State) -> Clock:
+def start_clock(run: Run, corpus: Corpus, model: Transformer, optim: Optimizers, state: State) -> Clock:
     """The clock of `max_minutes`, which torchrun may have started, with what a first save and evaluation may take."""
-    everything, spent = state_tensors(model, optim), seconds_since_torchrun()
+    config, everything, spent = run.config, state_tensors(model, optim), seconds_since_torchrun()
     if config.max_minutes and spent:
         run.say(f"{duration(spent)} since torchrun began, of max_minutes = {config.max_minutes:g}")
     return Clock(
@@ -109,21 +102,15 @@ def start_clock(config: Config, run: Run, corpus: Corpus, model: Transformer, op
 def refuse_to_skip_for_ever(config: Config, state: State) -> None:
     """UserError on every rank if too many steps in a row moved nothing."""
     if state.skipped_in_a_row >= config.optim.max_consecutive_skips:
-        raise dist.raised_by_rank_0(
-            UserError(
-                f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; the checkpoints before them stay",
-                f"step {state.step}",
-                "lower optim.dense.lr or optim.values.lr, warm up longer, or choose precision bf16 or fp32",
-            )
-        )
+        what = f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; the checkpoints before them stay"
+        fix = "lower optim.dense.lr or optim.values.lr, warm up longer, or choose precision bf16 or fp32"
+        raise dist.raised_by_rank_0(UserError(what, f"step {state.step}", fix))
 
 
-def validate(
-    config: Config, compute: Compute, run: Run, corpus: Corpus, model: Transformer, state: State, clock: Clock
-) -> bool:
+def validate(run: Run, compute: Compute, corpus: Corpus, model: Transformer, state: State, clock: Clock) -> bool:
     """Score the validation split; whether its loss is the lowest so far."""
     assert corpus.valid is not None
-    measured = evaluate(model, corpus, corpus.valid, config, compute, config.evaluate.documents)
+    measured = evaluate(model, corpus, corpus.valid, run.config, compute, run.config.evaluate.documents)
     improved = measured.loss < state.best_loss
     state.best_loss = min(state.best_loss, measured.loss)
     run.metrics.write(state.step, "valid", **measured.record())
@@ -133,22 +120,14 @@ def validate(
 
 
 def stop_or_save(
-    config: Config,
-    compute: Compute,
-    run: Run,
-    corpus: Corpus,
-    model: Transformer,
-    optim: Optimizers,
-    state: State,
-    clock: Clock,
-    stop: StopFlag,
-    improved: bool,
-) -> bool:
+    run: Run, compute: Compute, corpus: Corpus, model: Transformer, optim: Optimizers, state: State, clock: Clock,
+    stop: StopFlag, improved: bool,
+) -> bool:  # fmt: skip
     """Save where it is time for it; whether the run is told to stop, which it is only with a checkpoint of this step.
 
     Raises, on every rank, what a save in the background failed of.
     """
-    step, steps, saves = state.step, config.optim.steps, run.checkpoints
+    config, step, saves = run.config, state.step, run.checkpoints
     evaluates_next = is_due(config, step + 1, config.evaluate.every_steps)
     if clock.must_stop(saves.longest_seconds, saves.saving(), evaluates_next):
         stop.ask("time limit")
@@ -160,7 +139,7 @@ def stop_or_save(
     if reason or improved or is_due(config, step, config.checkpoint.every_steps):
         save(run, compute, model, optim, corpus, state, best=improved)
         clock.pause()
-    if reason is None or step == steps:
+    if reason is None or step == config.optim.steps:
         return False
     saves.wait()
     run.status("stopped", step, reason)

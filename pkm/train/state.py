@@ -64,13 +64,9 @@ def restore(run: Run, compute: Compute, model: Transformer, optim: Optimizers, c
         compare_with_its_like(run, corpus, state)
         return state
     if loaded.record["corpus"] != corpus.fingerprint:
-        raise dist.raised_by_rank_0(
-            UserError(
-                f"the run began on another corpus ({loaded.record['corpus'][:12]}) than this one ({corpus.fingerprint[:12]})",
-                str(corpus.path),
-                "point corpus.path at the corpus it began with, or start another run with another name",
-            )
-        )
+        what = f"the run began on another corpus ({loaded.record['corpus'][:12]}) than this one ({corpus.fingerprint[:12]})"
+        fix = "point corpus.path at the corpus it began with, or start another run with another name"
+        raise dist.raised_by_rank_0(UserError(what, str(corpus.path), fix))
     refuse_another_precision(compute, loaded.record)
     everything = state_tensors(model, optim)
     with dist.raise_on_all_ranks():

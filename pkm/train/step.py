@@ -40,23 +40,16 @@ class Step:
 
 
 def take_step(
-    config: Config,
-    compute: Compute,
-    run: Run,
-    module: nn.Module,
-    model: Transformer,
-    optim: Optimizers,
-    batch: Batch,
-    scale: LossScale,
-    step: int,
-    measures: bool,
-) -> Step:
+    run: Run, compute: Compute, module: nn.Module, model: Transformer, optim: Optimizers, batch: Batch, scale: LossScale,
+    step: int, measures: bool,
+) -> Step:  # fmt: skip
     """Update the model by one batch, unless something is not finite: then the step leaves no trace but its number.
 
     module      what is called: the model, or the model with its gradients summed over ranks
     batch       this rank's inputs and targets, and maybe documents, int64 (windows, context)
     measures    also count what the memories read, and how far each group moved
     """
+    config = run.config
     with profiled(config.profile, step, run.directory):
         torch.manual_seed((config.seed * 1_000_003 + step * 1_009 + dist.rank()) % 2**63)
         buffers = [buffer.clone() for buffer in model.buffers()]
@@ -80,13 +73,7 @@ def take_step(
 
 
 def backward(
-    config: Config,
-    compute: Compute,
-    module: nn.Module,
-    model: Transformer,
-    batch: Batch,
-    scale: float,
-    measures: bool,
+    config: Config, compute: Compute, module: nn.Module, model: Transformer, batch: Batch, scale: float, measures: bool
 ) -> tuple[float, dict[int, UsageMeter], dict[int, UsageMeter]]:
     """Add the gradient of `scale` times the global batch's mean loss to `.grad`, a micro-batch at a time.
 

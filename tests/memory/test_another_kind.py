@@ -120,8 +120,8 @@ def test_two_ranks_train_it_as_one_does_save_it_whole_and_report_it(tiny_corpus_
             model = apply_parallelism(build_model(config, corpus.vocab.size), config)
             optim = build_optimizers(config.optim, model)
             state = restore(opened, compute, model, optim, corpus)
-            loop.train(config, compute, opened, corpus, model, optim, state, StopFlag())
-            report(opened, config, compute, corpus, model, StopFlag())
+            loop.train(opened, compute, corpus, model, optim, state, StopFlag())
+            report(opened, compute, corpus, model, StopFlag())
         return model.memory(2).values.weight.shape[1] * (dist.world_size() if values == "sharded" else 1)
 
     assert on_ranks(2, lambda rank: run("two", 6)) == [16, 16]
