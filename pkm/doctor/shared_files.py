@@ -31,8 +31,7 @@ PART_BYTES = 1 << 16
 def examine(config: Config | None) -> Iterator[Finding]:
     """Every check, in the nearest existing directory above where rank 0 would make the run's."""
     wanted = (config.directory if config else RUNS).absolute()
-    there = next(folder for folder in (wanted, *wanted.parents) if folder.is_dir())
-    folder = dist.broadcast_object(there / f".doctor-{uuid.uuid4().hex}")
+    folder = dist.broadcast_object(files.existing(wanted) / f".doctor-{uuid.uuid4().hex}")
     try:
         shared = renames(folder)
         yield shared
