@@ -10,7 +10,7 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["pkm", "pkm.*"]),
-    package_data={"pkm": ["**/*.txt", "**/*.json", "**/*.html", "**/*.css"]},
+    package_data={"pkm": ["**/*.txt", "**/*.json", "**/*.html", "**/*.css", "**/*.mplstyle"]},
     install_requires=[
         # training
         "torch>=2.11",

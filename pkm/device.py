@@ -78,9 +78,8 @@ def pick_device(config: Config) -> torch.device:
         return torch.device(kind)
     number, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if number >= gpus:
-        raise UserError(
-            f"this machine shows {gpus} GPUs, and none for local rank {number}", "device", "start a rank a GPU"
-        )
+        what = f"this machine shows {gpus} GPUs, and none for local rank {number}"
+        raise UserError(what, "device", "start a rank a GPU")
     return torch.device(kind, number)
 
 

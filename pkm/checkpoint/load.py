@@ -56,11 +56,9 @@ class Loaded:
             if name in there:
                 found = f"{self.entries[name]['dtype']} {self.entries[name]['shape']}"
             if wanted != found:
-                raise UserError(
-                    f"it does not fit this model: {name} is {found}, and the model's is {wanted}",
-                    where=str(self.directory),
-                    fix="use the settings and the version of pkm that it was written with",
-                )
+                what = f"it does not fit this model: {name} is {found}, and the model's is {wanted}"
+                fix = "use the settings and the version of pkm that it was written with"
+                raise UserError(what, str(self.directory), fix)
         with files.explained(self.directory), shards.Reader(self.directory, self.entries) as reader, torch.no_grad():
             for name, tensor in tensors.items():
                 reader.read_into(tensor, name, dist.rank() * tensor.shape[1] if name in columns else 0)
@@ -85,13 +83,9 @@ def newest(kept: Retention, warn: Warn) -> Loaded | None:
             warn(f"going on from step {step}, the newest checkpoint that is whole")
         return loaded
     if steps:
-        raise dist.raised_by_rank_0(
-            UserError(
-                f"none of the {len(steps)} checkpoints can be used (named above)",
-                where=str(kept.root),
-                fix="bring one back from a copy; to begin again from step 0, move the run's directory away",
-            )
-        )
+        what = f"none of the {len(steps)} checkpoints can be used (named above)"
+        fix = "bring one back from a copy; to begin again from step 0, move the run's directory away"
+        raise dist.raised_by_rank_0(UserError(what, str(kept.root), fix))
     return None
 
 

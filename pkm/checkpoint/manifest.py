@@ -40,11 +40,8 @@ def read(directory: Path) -> Manifest:
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{FILE} has changed since it was written") from error
     if manifest["format"] != FORMAT:
-        raise UserError(
-            f"written in format {manifest['format']} of checkpoints; this version of pkm reads format {FORMAT}",
-            where=str(directory),
-            fix="use the version of pkm that wrote it",
-        )
+        what = f"written in format {manifest['format']} of checkpoints; this version of pkm reads format {FORMAT}"
+        raise UserError(what, str(directory), "use the version of pkm that wrote it")
     return cast(Manifest, manifest)
 
 

@@ -39,9 +39,8 @@ class Retention:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise UserError(
-                f"cannot list the checkpoints: {error.strerror}", where=str(self.root), fix="make it readable"
-            ) from error
+            what = f"cannot list the checkpoints: {error.strerror}"
+            raise UserError(what, str(self.root), "make it readable") from error
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
     def directory(self, step: int) -> Path:

@@ -20,20 +20,8 @@ from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.machine import code_version
 
-POINTS = tuple(
-    f"checkpoint:{point}"
-    for point in (
-        "begin",
-        "in-shard",
-        "after-shard",
-        "after-manifest",
-        "after-rename",
-        "after-verify",
-        "after-pointers",
-        "in-retention",
-        "end",
-    )
-)
+_POINTS = "begin in-shard after-shard after-manifest after-rename after-verify after-pointers in-retention end"
+POINTS = tuple(f"checkpoint:{point}" for point in _POINTS.split())
 """Where a save can be made to die by SIGKILL (pkm.checkpoint.kill_points)."""
 
 _SLACK_BYTES = 1 << 20
@@ -112,10 +100,8 @@ def refuse_not_finite(parts: dict[str, shards.Part]) -> None:
     bad = [n for n, t in of_numbers.items() if t.numel() and not all(end.isfinite() for end in t.detach().aminmax())]
     if bad:
         more = f" and {len(bad) - 3} more" if bad[3:] else ""
-        raise UserError(
-            f"there are numbers that are not finite in {', '.join(bad[:3])}{more}",
-            fix="lower optim.dense.lr or optim.values.lr, or warm up longer, in a run with another name",
-        )
+        fix = "lower optim.dense.lr or optim.values.lr, or warm up longer, in a run with another name"
+        raise UserError(f"there are numbers that are not finite in {', '.join(bad[:3])}{more}", fix=fix)
 
 
 def _write(save: Save, unfinished: Path, kept: Retention, group: dist.Group) -> None:
@@ -156,10 +142,8 @@ def _write(save: Save, unfinished: Path, kept: Retention, group: dist.Group) -> 
 def _refuse_if_full(root: Path, needed: int) -> None:
     needed, free = needed + _SLACK_BYTES, files.free_bytes(root)
     if free < needed:
-        raise UserError(
-            f"it takes {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB free",
-            fix="free some space, then run the same command again",
-        )
+        what = f"it takes {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB free"
+        raise UserError(what, fix="free some space, then run the same command again")
 
 
 def _cannot_save(step: int, kept: Retention, reason: UserError) -> UserError:
@@ -168,8 +152,5 @@ def _cannot_save(step: int, kept: Retention, reason: UserError) -> UserError:
         before = [s for s in kept.steps() if s != step]
     rank = f" (rank {dist.rank()})" if dist.world_size() > 1 else ""
     goes_on = f" (the run goes on from step {before[-1]})" if before else ""
-    return UserError(
-        f"cannot save the checkpoint of step {step}: {reason.what}{rank}",
-        where=str(kept.root),
-        fix=(reason.fix or "make that directory writable, then run the same command again") + goes_on,
-    )
+    fix = (reason.fix or "make that directory writable, then run the same command again") + goes_on
+    return UserError(f"cannot save the checkpoint of step {step}: {reason.what}{rank}", str(kept.root), fix)

@@ -98,13 +98,11 @@ def windows(split: Split, context: int) -> int:
     if split.tokens == 0:
         raise UserError(f"the {split.name} split is empty", fix="prepare a corpus with text in it")
     if split.tokens < context + 1:
-        raise UserError(
-            f"the {split.name} split has {split.tokens} tokens, fewer than one window of {context} and its next token",
-            where="corpus.context",
-            fix=f"choose a context of at most {split.tokens - 1}, or prepare more text"
-            if split.tokens > 1
-            else "prepare more text",
+        what = (
+            f"the {split.name} split has {split.tokens} tokens, fewer than one window of {context} and its next token"
         )
+        smaller = f"choose a context of at most {split.tokens - 1}, or " if split.tokens > 1 else ""
+        raise UserError(what, "corpus.context", f"{smaller}prepare more text")
     return (split.tokens - 1) // context
 
 

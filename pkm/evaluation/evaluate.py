@@ -76,14 +76,9 @@ class Speed:
 
 
 def evaluate(
-    model: Transformer,
-    corpus: Corpus,
-    split: Split,
-    config: Config,
-    compute: Compute,
-    documents: int | None = None,
+    model: Transformer, corpus: Corpus, split: Split, config: Config, compute: Compute, documents: int | None = None,
     between: Callable[[], None] = lambda: None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """Score the first `documents` of `split` (None = all) in windows of the context; `between` is called before each batch.
 
     perplexity per BPE token is exp(nll / tokens), per word exp(nll / words), where nll is the total over all tokens but
@@ -103,9 +98,8 @@ def evaluate(
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
             unknown += int((targets[scored] == UNK_ID).sum())
-            reads = (
-                torch.from_numpy(targets != IGNORE).flatten().to(compute.device)
-            )  # never padding: what follows it is not scored
+            # Never padding: what follows it is not scored.
+            reads = torch.from_numpy(scored).flatten().to(compute.device)
             for layer, memory in model.memories():
                 indices, weights, _ = memory.selection
                 meters[layer].update(indices, weights, reads)
@@ -116,10 +110,8 @@ def evaluate(
     for meter in (*meters.values(), *of_experts.values()):
         meter.sum_over_ranks()
     if not math.isfinite(nll):
-        raise UserError(
-            f"the model's loss on the {split.name} split is {nll}",
-            fix="use precision fp32 or bf16; if it stays so, go back to an earlier checkpoint",
-        )
+        fix = "use precision fp32 or bf16; if it stays so, go back to an earlier checkpoint"
+        raise UserError(f"the model's loss on the {split.name} split is {nll}", fix=fix)
     whole = documents is None or documents >= split.documents
     if whole:
         words = split.words  # Moses's own count: an unknown character within a word ends no word
@@ -161,12 +153,8 @@ def scored_tokens(config: Config, corpus: Corpus) -> int:
     """Tokens that pass through the model in an evaluation of the validation split, windows that overlap counted whole."""
     if corpus.valid is None:
         return 0
-    documents = min(config.evaluate.documents or corpus.valid.documents, corpus.valid.documents)
-    return (
-        corpus.valid.document_start(documents)
-        * config.corpus.context
-        // (config.evaluate.stride or config.corpus.context)
-    )
+    at = conditions(config, corpus.valid, config.evaluate.documents)
+    return corpus.valid.document_start(at["documents"]) * at["context"] // at["stride"]
 
 
 def measure_speed(

@@ -85,10 +85,7 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
         ("perplexity per BPE token", perplexity(e.perplexity, e.loss)),
         ("perplexity per word", perplexity(e.word_perplexity, e.word_loss)),
         *([("perplexity on training text", perplexity(fit["perplexity"], fit["loss"]))] if fit else []),
-        (
-            "bits per byte",
-            f"{e.bits_per_byte:.4f}" if e.bits_per_byte is not None else f"- ({e.bits_per_byte_withheld})",
-        ),
+        ("bits per byte", f"- ({e.bits_per_byte_withheld})" if e.bits_per_byte is None else f"{e.bits_per_byte:.4f}"),
         ("<unk> among scored tokens", percent(e.unknown_share) + (" (warning)" if e.unknown_share >= WARNS else "")),
         ("words/s at inference", f"{speed.words_per_second:,.0f}"),
         ("BPE tokens/s at inference", f"{speed.tokens_per_second:,.0f}"),
@@ -96,28 +93,13 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
     ]
     text = f"# {record['run']}\n\n" + markdown_table(["", ""], model)
     if e.memories:
-        header = [
-            "memory at layer",
-            "usage %",
-            "KL",
-            "Gini",
-            "top 50 % in",
-            "top 90 % in",
-            "top 99 % in",
-            "slots two heads share",
-        ]
-        rows = [
-            (
-                str(layer),
-                f"{u.percent:.2f}",
-                f"{u.kl:.4f}",
-                f"{u.gini:.3f}",
-                *(f"{share:.2f} % of slots" for share in (u.top50, u.top90, u.top99)),
-                f"{u.shared_by_two_heads:.3f}",
-            )
-            for layer, u in e.memories.items()
-        ]
-        text += "\n" + markdown_table(header, rows)
+        top = [f"top {share} % in" for share in (50, 90, 99)]
+        rows = []
+        for layer, u in e.memories.items():
+            slots = [f"{share:.2f} % of slots" for share in (u.top50, u.top90, u.top99)]
+            use = f"{u.percent:.2f}", f"{u.kl:.4f}", f"{u.gini:.3f}"
+            rows.append([str(layer), *use, *slots, f"{u.shared_by_two_heads:.3f}"])
+        text += "\n" + markdown_table(["memory at layer", "usage %", "KL", "Gini", *top, "slots two heads share"], rows)
     if e.experts:
         uses = [(str(layer), f"{u.percent:.2f}", f"{u.kl:.4f}", f"{u.gini:.3f}") for layer, u in e.experts.items()]
         text += "\n" + markdown_table(["experts at layer", "usage %", "KL", "Gini"], uses)

@@ -172,17 +172,13 @@ def coordinate(config: Config, key: Coordinate) -> int | str | bool | None:
     if "." in key:
         return setting(config, key)
     m = config.memory
+    everywhere = {"layers": config.model.layers, "dim": config.model.dim, "memories": len(config.memory_layers)}
+    if key in everywhere or m is None:
+        return everywhere.get(key, 0 if key == "slots" else None)
     values: dict[str, Any] = {
-        "layers": config.model.layers,
-        "dim": config.model.dim,
-        "memories": len(config.memory_layers),
-        "slots": config.slots if m else 0,
-        "batchnorm": m.query.norm == "batch" if m else None,
-        "position": config.memory_layers[0] if m else None,
-        "keys": m.keys if m else None,
-        "heads": m.heads if m else None,
-        "knn": m.knn if m else None,
-    }
+        "slots": config.slots, "batchnorm": m.query.norm == "batch", "position": config.memory_layers[0], "keys": m.keys,
+        "heads": m.heads, "knn": m.knn,
+    }  # fmt: skip
     return values[key]
 
 
@@ -232,10 +228,8 @@ def _scaled(original: Config, scale: Scale, name: str) -> list[str]:
 
     model, m = original.model, original.memory
     layers = size("model.layers", scale.layers, model.layers)
-    sizes: list[tuple[str, Any, Any]] = [
-        ("model.layers", model.layers, layers),
-        ("model.dim", model.dim, size("model.dim", scale.dim, model.dim)),
-    ]
+    sizes: list[tuple[str, Any, Any]] = [("model.layers", model.layers, layers)]
+    sizes.append(("model.dim", model.dim, size("model.dim", scale.dim, model.dim)))
     if m is not None:
         sizes.append(("memory.knn", m.knn, size("memory.knn", scale.knn, m.knn)))
         if m.sub_keys is not None:

@@ -69,9 +69,8 @@ class LiveTable:
         number = self._number(task)
         if task.state == "finished":
             scored = task.result.get("evaluation", {})
-            text = (
-                f": perplexity {perplexity(scored['perplexity'], scored.get('loss'))}" if "perplexity" in scored else ""
-            )
+            known = "perplexity" in scored
+            text = f": perplexity {perplexity(scored['perplexity'], scored.get('loss'))}" if known else ""
             self.say(f"{number} finished{text}")
         elif task.state == "elsewhere":
             self.say(f"{number} running elsewhere: {task.reason}")
@@ -120,13 +119,10 @@ class LiveTable:
 
     def _done(self) -> float:
         """Share of all steps."""
-        steps = sum(task.job.config.optim.steps for task in self.tasks if task.job.trained)
-        done = sum(
-            task.job.config.optim.steps if task.state in ("finished", "failed", "elsewhere") else task.progress.step
-            for task in self.tasks
-            if task.job.trained
-        )
-        return done / steps if steps else 1.0
+        over = ("finished", "failed", "elsewhere")
+        asked = [(task.job.config.optim.steps, task) for task in self.tasks if task.job.trained]
+        done = sum(steps if task.state in over else task.progress.step for steps, task in asked)
+        return done / sum(steps for steps, _ in asked) if asked else 1.0
 
     def _picture(self) -> RenderableType:
         table = Table(box=None, pad_edge=False, header_style="dim")

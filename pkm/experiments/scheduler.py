@@ -107,9 +107,8 @@ class Scheduler:
             status = read_status(job.directory)
             self._end(task, "stopped", f"{status.get('reason')}, at step {status.get('step')}")
         elif child.asked:
-            self._end(
-                task, "stopped", "before it could save" if task.progress.step == 0 else "goes on from its last save"
-            )
+            saved = "before it could save" if task.progress.step == 0 else "goes on from its last save"
+            self._end(task, "stopped", saved)
         elif (holder := lock_holder(job.directory / "lock")) is not None:
             self._end(task, "elsewhere", holder)
         else:

@@ -54,16 +54,14 @@ def workers(configs: Sequence[Config], gpus: Sequence[str], gpus_per_run: int, j
     wants_cpu = all(config.device == "cpu" for config in configs)
     if not gpus or wants_cpu:
         if gpus_per_run > 1:
-            raise UserError(
-                f"{gpus_per_run} GPUs a run, and this machine shows none", "--gpus-per-run", "leave it out on a CPU"
-            )
+            what = f"{gpus_per_run} GPUs a run, and this machine shows none"
+            raise UserError(what, "--gpus-per-run", "leave it out on a CPU")
         threads = max((config.threads or cores() for config in configs), default=1)
         count = jobs or max(cores() // threads, 1)
         return [Worker((), max(cores() // count, 1))] * count
     if gpus_per_run > len(gpus):
-        raise UserError(
-            f"{gpus_per_run} GPUs a run, and this machine shows {len(gpus)}", "--gpus-per-run", "ask for fewer"
-        )
+        what = f"{gpus_per_run} GPUs a run, and this machine shows {len(gpus)}"
+        raise UserError(what, "--gpus-per-run", "ask for fewer")
     groups = [tuple(gpus[i : i + gpus_per_run]) for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
     count = jobs or len(groups)
     return [Worker(groups[i % len(groups)], max(cores() // count, 1)) for i in range(count)]
@@ -101,13 +99,9 @@ class RunProcess:
             self._begins = file.tell()
             # A session of its own, so that a Ctrl-C on the terminal reaches only this process, which passes it on once.
             self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
+                self.command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 env=self.worker.environment(self.job.config),
-                start_new_session=True,
-            )
+            )  # fmt: skip
 
     def ask_to_stop(self) -> None:
         """Ask it, once, to save and end. torchrun gives its ranks no time after a signal, so they get a file STOP instead."""

@@ -75,7 +75,6 @@ def load_exported(directory: Path, overrides: tuple[str, ...] = ()) -> Exported:
             (directory / WEIGHTS).stat()  # says what is wrong with the file better than safetensors does
             model.load_state_dict(load_file(directory / WEIGHTS))
     except (SafetensorError, RuntimeError) as error:
-        raise UserError(
-            f"the weights do not fit the config: {error}", str(directory / WEIGHTS), "export again"
-        ) from None
+        what = f"the weights do not fit the config: {error}"
+        raise UserError(what, str(directory / WEIGHTS), "export again") from None
     return Exported(config, model.to(pick_device(config)).eval(), encoder)

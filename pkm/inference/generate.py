@@ -26,9 +26,7 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
     if top_k is not None:
         keep[top_k:] = False
     if top_p is not None:
-        keep &= (
-            probabilities.cumsum(0) - probabilities < top_p
-        )  # the first id that passes top_p still belongs to the set
+        keep &= probabilities.cumsum(0) - probabilities < top_p  # the first id that passes top_p is still one of them
     return int(ids[torch.multinomial(probabilities * keep, 1, generator=rng)])
 
 
@@ -57,11 +55,8 @@ def generate(
         ("seed", max(seeds, key=abs, default=0), all(0 <= seed < 2**63 for seed in seeds)),
     ):
         if not allowed:
-            raise UserError(
-                f"{name} = {value} is out of range",
-                f"--{name}",
-                "a finite temperature >= 0, top-k >= 1, 0 < top-p <= 1, tokens >= 1, samples >= 1, 0 <= seed < 2^63",
-            )
+            fix = "a finite temperature >= 0, top-k >= 1, 0 < top-p <= 1, tokens >= 1, samples >= 1, 0 <= seed < 2^63"
+            raise UserError(f"{name} = {value} is out of range", f"--{name}", fix)
     rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
     encoded = array("I")
     encoder.encode(prompt, encoded)

@@ -32,18 +32,14 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
     """
     file = directory / "config.yaml"
     if not file.is_file():
-        raise UserError(
-            "this is not a run directory: it holds no config.yaml", str(directory), "name a directory below runs/"
-        )
+        what = "this is not a run directory: it holds no config.yaml"
+        raise UserError(what, str(directory), "name a directory below runs/")
     config = load(file, overrides).config
     corpus = open_corpus(config.corpus.path)
     loaded = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep).load(checkpoint)
     if loaded.record["corpus"] != corpus.fingerprint:
-        raise UserError(
-            "the run was trained on another corpus: its ids would mean other words here",
-            str(config.corpus.path),
-            "give the corpus it was trained on",
-        )
+        what = "the run was trained on another corpus: its ids would mean other words here"
+        raise UserError(what, str(config.corpus.path), "give the corpus it was trained on")
     model = build_model(config, corpus.vocab.size)
     load_weights(model, loaded)
     compute = decide(config)

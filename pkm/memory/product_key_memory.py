@@ -44,15 +44,8 @@ class ProductKeyMemory(MemoryLayer):
         values_std: float | None = None,
         kernels: str = "auto",
     ):
-        settings: dict[str, Any] = {
-            "sub_keys": sub_keys,
-            "heads": heads,
-            "knn": knn,
-            "query": query or {},
-            "keys": keys,
-        }
-        settings |= {"slots": slots, "read": read, "values_std": values_std, "kernels": kernels}
-        super().__init__(checked(settings), dim)
+        settings = dict(sub_keys=sub_keys, heads=heads, knn=knn, query=query or {}, keys=keys, slots=slots)
+        super().__init__(checked(settings | dict(read=read, values_std=values_std, kernels=kernels)), dim)
 
 
 def checked(settings: Mapping[str, Any]) -> MemoryConfig:

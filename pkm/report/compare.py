@@ -7,19 +7,15 @@ import importlib.util
 import io
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from pkm.format import markdown_table, perplexity
-from pkm.report.plots import COLOURS, DASHES, Plot, add_legend, canvas, dark, finished, ticks_in_plain_numbers
+from pkm.report.page import render
+from pkm.report.plots import COLOURS, DASHES, Plot, add_legend, canvas, finished, ticks_in_plain_numbers
 from pkm.report.run_directories import IN_SHORT, Run
 
-HERE = Path(__file__).parent
 Over = Literal["step", "tokens", "time"]
 AXES: dict[Over, str] = {
     "step": "steps",
@@ -60,29 +56,19 @@ def _peak_memory(run: Run) -> float | None:
     return max(found) if found else None
 
 
+def _best(key: str) -> Callable[[Run], float | None]:
+    return lambda run: run.best.get(key)
+
+
+def _test(key: str) -> Callable[[Run], float | None]:
+    return lambda run: run.evaluation.get(key)
+
+
 MEASURED = (
-    Measured(
-        "best_valid_perplexity",
-        "best valid ppl",
-        2,
-        lambda run: run.best.get("perplexity"),
-        lambda run: run.best.get("loss"),
-    ),
-    Measured("best_step", "at step", 0, lambda run: run.best.get("step")),
-    Measured(
-        "test_perplexity",
-        "test ppl",
-        2,
-        lambda run: run.evaluation.get("perplexity"),
-        lambda run: run.evaluation.get("loss"),
-    ),
-    Measured(
-        "test_word_perplexity",
-        "test ppl per word",
-        1,
-        lambda run: run.evaluation.get("word_perplexity"),
-        lambda run: run.evaluation.get("word_loss"),
-    ),
+    Measured("best_valid_perplexity", "best valid ppl", 2, _best("perplexity"), _best("loss")),
+    Measured("best_step", "at step", 0, _best("step")),
+    Measured("test_perplexity", "test ppl", 2, _test("perplexity"), _test("loss")),
+    Measured("test_word_perplexity", "test ppl per word", 1, _test("word_perplexity"), _test("word_loss")),
     Measured("usage_percent", "usage %", 1, lambda run: run.of_memories("percent")),
     Measured("kl", "KL", 2, lambda run: run.of_memories("kl")),
     Measured("words_per_second", "words/s", 0, lambda run: (run.speed or {}).get("words_per_second")),
@@ -116,19 +102,14 @@ def headings(runs: Sequence[Run]) -> list[str]:
 
 def rows(runs: Sequence[Run]) -> list[list[str]]:
     """A run each, under `headings`."""
-    keys = differing(runs)
-    return [
-        [
-            run.label,
-            f"{run.state}: {run.reason}" if run.reason else run.state,
-            f"{run.step:,} of {int(steps):,}"
-            if (steps := run.settings.get("optim.steps", "")).isdigit()
-            else f"{run.step:,}",
-            *(run.settings.get(key, NONE) for key in keys),
-            *(column.shown(run) for column in MEASURED),
-        ]
-        for run in runs
-    ]
+    keys, found = differing(runs), []
+    for run in runs:
+        state = f"{run.state}: {run.reason}" if run.reason else run.state
+        steps = run.settings.get("optim.steps", "")
+        step = f"{run.step:,}" + (f" of {int(steps):,}" if steps.isdigit() else "")
+        settings, measured = (run.settings.get(key, NONE) for key in keys), (column.shown(run) for column in MEASURED)
+        found.append([run.label, state, step, *settings, *measured])
+    return found
 
 
 def csv_text(runs: Sequence[Run]) -> str:
@@ -139,10 +120,8 @@ def csv_text(runs: Sequence[Run]) -> str:
     numbers += [(f"{column.name}_log", column.log) for column in MEASURED if column.log]
     out.writerow(["run", "state", "reason", "step", *keys, *(name for name, _ in numbers)])
     for run in runs:
-        measured = ["" if (x := of(run)) is None else x for _, of in numbers]
-        out.writerow(
-            [run.label, run.state, run.reason, run.step, *(run.settings.get(key, "") for key in keys), *measured]
-        )
+        settings, measured = (run.settings.get(key, "") for key in keys), (of(run) for _, of in numbers)
+        out.writerow([run.label, run.state, run.reason, run.step, *settings, *measured])  # None is written as nothing
     return text.getvalue()
 
 
@@ -157,9 +136,8 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         texts = _grouped(runs, lambda run, split=split: _scored(run, split))  # type: ignore[misc]
         if len(corpora) <= 1 and len(texts) > 1:
             groups = "; ".join(f"{tokens:,} tokens: {_few(labels)}" for tokens, labels in texts.items())
-            said.append(
-                f"The {split} perplexities cannot be compared: they are of different texts, see {asked} ({groups})."
-            )
+            why = f"they are of different texts, see {asked} ({groups})"
+            said.append(f"The {split} perplexities cannot be compared: {why}.")
     if unfinished := [run.label for run in runs if run.report is None]:
         said.append(f"No report yet, so usage and KL are of the newest validation: {_few(unfinished)}.")
     return said
@@ -259,10 +237,8 @@ def places_of(run: Run, over: Over) -> dict[int, float]:
     rates = {r["step"]: r["tokens_per_second"] for r in run.of_kind("train") if r.get("tokens_per_second")}
     minutes, last, places = 0.0, 0, {}
     for step in steps:
-        rate = (
-            next((rates[later] for later in sorted(rates) if later >= step), None) or (list(rates.values()) or [0])[-1]
-        )
-        if rate:
+        later = (rates[at] for at in sorted(rates) if at >= step)
+        if rate := next(later, None) or next(reversed(rates.values()), 0):
             minutes += (step - last) * int(batch) / rate / 60
             last, places[step] = step, minutes
     return places
@@ -270,12 +246,9 @@ def places_of(run: Run, over: Over) -> dict[int, float]:
 
 def html(runs: Sequence[Run], over: Over) -> str:
     """A page in one file that asks for no other."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     drawn, lacking = plots(runs, over)
-    return environment.get_template("compare.html").render(
-        css=(HERE / "page.css").read_text(encoding="utf-8") + dark(),
+    return render(
+        "compare.html",
         headings=headings(runs),
         words=3 + len(differing(runs)),
         rows=rows(runs),
@@ -283,5 +256,4 @@ def html(runs: Sequence[Run], over: Over) -> str:
         plots=drawn,
         lacking=lacking,
         shared=shared(runs),
-        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )

@@ -12,35 +12,18 @@ from pkm.format import decimals, perplexity
 from pkm.report.results import CellResult, GridResult, Result
 
 AXES: dict[Coordinate, str] = {
-    "layers": "layers",
-    "dim": "dimension",
-    "memories": "memories",
-    "slots": "memory slots",
-    "batchnorm": "BatchNorm",
-    "position": "position",
-    "keys": "keys",
-    "heads": "heads",
-    "knn": "k",
-}
+    "layers": "layers", "dim": "dimension", "memories": "memories", "slots": "memory slots", "batchnorm": "BatchNorm",
+    "position": "position", "keys": "keys", "heads": "heads", "knn": "k",
+}  # fmt: skip
 MEASURES: dict[Measure, str] = {
-    "perplexity": "perplexity",
-    "train_perplexity": "training perplexity",
-    "usage": "usage %",
-    "kl": "KL",
+    "perplexity": "perplexity", "train_perplexity": "training perplexity", "usage": "usage %", "kl": "KL",
     "kwords_per_s": "1000 words/s",
-}
+}  # fmt: skip
 DIGITS: dict[Measure, int] = {"perplexity": 2, "train_perplexity": 2, "usage": 1, "kl": 2, "kwords_per_s": 1}
 PHRASES: dict[Coordinate, str] = {
-    "layers": "{} layers",
-    "dim": "dimension {}",
-    "memories": "{} memories",
-    "slots": "{} slots",
-    "batchnorm": "BatchNorm: {}",
-    "position": "position {}",
-    "keys": "{} keys",
-    "heads": "{} heads",
-    "knn": "k = {}",
-}
+    "layers": "{} layers", "dim": "dimension {}", "memories": "{} memories", "slots": "{} slots", "knn": "k = {}",
+    "batchnorm": "BatchNorm: {}", "position": "position {}", "keys": "{} keys", "heads": "{} heads",
+}  # fmt: skip
 NONE, NO_MEMORY = "–", "no memory"
 
 
@@ -227,14 +210,12 @@ def _entry(
         ours = one.runs[0].state if one.cell.trained else "not timed"
     if one.beyond(measure):
         ours = perplexity(None, None)
-    return Entry(
-        ours,
+    shown, paper = (
         "" if spread is None else number(measure, spread),
         number(measure, getattr(one.cell.printed, measure)),
-        best[0] and measure == "perplexity",
-        best[1] and measure == "perplexity",
-        note,
     )
+    bold, paper_bold = (mark and measure == "perplexity" for mark in best)
+    return Entry(ours, shown, paper, bold, paper_bold, note)
 
 
 def _group(cell: Cell, columns: Sequence[Coordinate]) -> Label:
@@ -252,10 +233,9 @@ def phrases(cell: Cell, keys: Sequence[Coordinate], short: bool = False) -> str:
 
 def _remarks(result: GridResult) -> list[str]:
     remarks = []
-    here, there = (
-        ", ".join(dict.fromkeys(str(getattr(one.cell, which).corpus.path) for one in result.cells))
-        for which in ("config", "original")
-    )
+    cells = [one.cell for one in result.cells]
+    here = ", ".join(dict.fromkeys(str(cell.config.corpus.path) for cell in cells))
+    there = ", ".join(dict.fromkeys(str(cell.original.corpus.path) for cell in cells))
     if here != there:
         remarks.append(f"on the corpus {here}, in place of {there}")
     timed = [one for one in result.cells if not one.cell.trained]

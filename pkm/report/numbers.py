@@ -166,14 +166,8 @@ def _word(config: Config, key: Coordinate) -> str:
     if key in ("slots", "memories") and found == 0:
         return "no memory"
     words = {
-        "layers": f"{found} layers",
-        "dim": f"dimension {found}",
-        "memories": "1 memory" if found == 1 else f"{found} memories",
-        "slots": f"{math.isqrt(config.slots)}^2 slots",
-        "batchnorm": "BatchNorm" if found else "no BatchNorm",
-        "position": f"layer {found}",
-        "keys": f"{found} keys",
-        "heads": f"H = {found}",
-        "knn": f"k = {found}",
-    }
+        "layers": f"{found} layers", "dim": f"dimension {found}", "position": f"layer {found}", "keys": f"{found} keys",
+        "memories": "1 memory" if found == 1 else f"{found} memories", "slots": f"{math.isqrt(config.slots)}^2 slots",
+        "batchnorm": "BatchNorm" if found else "no BatchNorm", "heads": f"H = {found}", "knn": f"k = {found}",
+    }  # fmt: skip
     return words[key]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -124,15 +125,11 @@ def markdown(one: Section) -> str:
 
 def html(sections: Sequence[Section]) -> str:
     """report.html: everything in one file that asks for no other."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["prose"] = prose
     results = [one.result for one in sections]
     same, mapped = settings(results)
-    return environment.get_template("page.html").render(
+    return render(
+        "page.html",
         sections=sections,
-        css=(HERE / "page.css").read_text(encoding="utf-8") + dark(),
         scales=list({r.grid.scale: r.grid.scale_settings.about for r in results}.items()),
         seeds=sorted({seed for r in results for seed in r.seeds}),
         same=same,
@@ -141,8 +138,18 @@ def html(sections: Sequence[Section]) -> str:
         speeds=list(dict.fromkeys(how for r in results for how in speeds(r))),
         corpora=[corpus(path) for path in dict.fromkeys(c.config.corpus.path for r in results for c in r.grid.cells)],
         versions=code_version(),
-        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
+
+
+def render(template: str, **values: Any) -> str:
+    """A page in one file that asks for no other, of a template in this folder."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["prose"] = prose
+    css = (HERE / "page.css").read_text(encoding="utf-8") + dark()
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return environment.get_template(template).render(css=css, date=date, **values)
 
 
 def settings(results: Sequence[GridResult]) -> tuple[list[Setting], list[Setting]]:

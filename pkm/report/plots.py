@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pkm.config.schema import Config
@@ -29,55 +30,17 @@ if TYPE_CHECKING:
 GROUND, INK, SOFT, RULE = ("#fdfdfb", "#15181c"), ("#1f2328", "#e4e6e9"), ("#5b626b", "#a2a9b2"), ("#d9dad4", "#363c44")
 # Told apart with any colour vision (after Okabe and Ito); no two lines differ by colour alone all the same.
 COLOURS = (
-    ("#0072b2", "#5ab4e8"),
-    ("#c8500a", "#f0915a"),
-    ("#00795a", "#3fc79a"),
-    ("#a0508c", "#dd9ac6"),
-    ("#8a6d00", "#dcbf3c"),
-    ("#444b54", "#c4cad1"),
-)
+    ("#0072b2", "#5ab4e8"), ("#c8500a", "#f0915a"), ("#00795a", "#3fc79a"),
+    ("#a0508c", "#dd9ac6"), ("#8a6d00", "#dcbf3c"), ("#444b54", "#c4cad1"),
+)  # fmt: skip
 # For what has an order, from few to many: viridis, without the end that the page would swallow.
 ORDERED = (
-    ("#26ad81", "#2a788e"),
-    ("#1e9d89", "#24878e"),
-    ("#228c8d", "#1f978b"),
-    ("#297b8e", "#21a685"),
-    ("#2f6b8e", "#32b67a"),
-    ("#38598c", "#4ec36b"),
-    ("#404588", "#73d056"),
-    ("#46307e", "#9bd93c"),
-    ("#481a6c", "#c8e020"),
-    ("#440154", "#f1e51d"),
-)
+    ("#26ad81", "#2a788e"), ("#1e9d89", "#24878e"), ("#228c8d", "#1f978b"), ("#297b8e", "#21a685"), ("#2f6b8e", "#32b67a"),
+    ("#38598c", "#4ec36b"), ("#404588", "#73d056"), ("#46307e", "#9bd93c"), ("#481a6c", "#c8e020"), ("#440154", "#f1e51d"),
+)  # fmt: skip
 MARKERS, DASHES = "os^Dv<>Phx", ("-", "--", ":", "-.")
-STYLE: Any = {
-    "svg.fonttype": "none",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "figure.facecolor": GROUND[0],
-    "savefig.facecolor": GROUND[0],
-    "axes.facecolor": "none",
-    "text.color": INK[0],
-    "axes.labelcolor": INK[0],
-    "axes.edgecolor": SOFT[0],
-    "xtick.color": SOFT[0],
-    "ytick.color": SOFT[0],
-    "xtick.labelcolor": INK[0],
-    "ytick.labelcolor": INK[0],
-    "grid.color": RULE[0],
-    "grid.linewidth": 0.6,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 5,
-    "errorbar.capsize": 3,
-}
 OF_A_MEMORY = ("slots", "position", "heads", "knn")
+HERE = Path(__file__).parent
 FONTS = "system-ui, 'DejaVu Sans', Verdana, sans-serif"
 
 
@@ -117,7 +80,7 @@ class Curve:
                 if record.get("kind") == "valid" and record.get("perplexity") is not None:
                     found.setdefault(record["step"], []).append(record["perplexity"])
         return [
-            (step, statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for step, v in sorted(found.items())
+            (at, statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for at, v in sorted(found.items())
         ]
 
 
@@ -249,12 +212,11 @@ def against_speed(result: GridResult) -> Plot | str:
         for at, line in lines.items():
             xs, ys = ([one.mean(m) or 0.0 for one in line] for m in ("kwords_per_s", "perplexity"))
             wide, tall = ([one.spread(m) or 0.0 for one in line] for m in ("kwords_per_s", "perplexity"))
-            draw(
-                axes, xs, ys, tall, phrases(line[0].cell, ("dim",)), xerr=wide if any(wide) else None, **styles[at[:1]]
-            )
+            text, style = phrases(line[0].cell, ("dim",)), styles[at[:1]]
+            draw(axes, xs, ys, tall, text, xerr=wide if any(wide) else None, **style)
             for x, y, one in zip(xs, ys, line, strict=True):
                 text = "+".join(str(n) for n in (one.cell.config.model.layers, len(one.cell.config.memory_layers)) if n)
-                side = 1 if styles[at[:1]]["color"] == COLOURS[0][0] else -1
+                side = 1 if style["color"] == COLOURS[0][0] else -1
                 left = "left" if side > 0 else "right"
                 axes.annotate(text, (x, y), (6 * side, 4), textcoords="offset points", ha=left, fontsize=8)
         axes.set(xlabel=MEASURES["kwords_per_s"], ylabel=MEASURES["perplexity"])
@@ -303,9 +265,8 @@ def training_curves(name: str, title: str, lines: Sequence[Curve]) -> Plot | str
         add_legend(figure)
         seeds = max(len(line.runs) for line in lines)
         bars = f" Means over {seeds} seeds, with standard deviations." if seeds > 1 else ""
-        return finished(
-            figure, name, f"{title}: all of it on a logarithmic axis, and its second half on a linear one.{bars}"
-        )
+        caption = f"{title}: all of it on a logarithmic axis, and its second half on a linear one.{bars}"
+        return finished(figure, name, caption)
 
 
 def ticks_in_plain_numbers(axes: Axes) -> None:
@@ -337,7 +298,7 @@ def canvas(height: float = 2.9) -> Iterator[Figure]:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=HERE / "plots.mplstyle"):
         yield Figure(figsize=(7.2, height), layout=ConstrainedLayoutEngine(wspace=0.06))
 
 
@@ -378,15 +339,8 @@ def compact(svg: str, name: str, caption: str) -> str:
     while again:
         svg, again = re.subn(bare, r"\1", svg, flags=re.DOTALL)
     title = f'<title id="{name}-title">{escape(caption)}</title><style>{dark()}</style>'
-    return (
-        re.sub(
-            r"<svg ",
-            f'<svg class="plot" role="img" font-family="{FONTS}" aria-labelledby="{name}-title" ',
-            svg,
-            count=1,
-        ).replace(">", f">{title}", 1)
-        + "\n"
-    )
+    svg = svg.replace("<svg ", f'<svg class="plot" role="img" font-family="{FONTS}" aria-labelledby="{name}-title" ', 1)
+    return svg.replace(">", f">{title}", 1) + "\n"
 
 
 def dark() -> str:

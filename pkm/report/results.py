@@ -110,6 +110,5 @@ def read_result(config: Config) -> Result:
         state, reason = "stopped", f"at step {status.get('step', 0)}"
     elif state == "finished" and report is None:
         state, reason = "stopped", "its report is gone: the same command writes it again"
-    return Result(
-        config.seed, config, state, reason, report if state == "finished" else None, read_speed(config.directory)
-    )
+    report = report if state == "finished" else None
+    return Result(config.seed, config, state, reason, report, read_speed(config.directory))

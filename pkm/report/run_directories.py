@@ -57,9 +57,8 @@ class Run:
     def best(self) -> dict[str, Any]:
         """The validation record of the lowest loss, of those that measure what the newest does; empty before the first."""
         valid = [record for record in self.of_kind("valid") if record.get("loss") is not None]
-        alike = [
-            r for r in valid if all(r.get(key) == valid[-1].get(key) for key in ("documents", "context", "stride"))
-        ]
+        conditions = [tuple(record.get(key) for key in ("documents", "context", "stride")) for record in valid]
+        alike = [record for record, under in zip(valid, conditions, strict=True) if under == conditions[-1]]
         return min(alike, key=lambda record: record["loss"], default={})
 
     @property
@@ -85,12 +84,8 @@ def find(names: Sequence[str], root: Path) -> list[Path]:
         if not mine:
             known = [str(run.relative_to(root)) for run in _runs_in(root)]
             near = difflib.get_close_matches(name, known, 3, 0.5) or [run for run in known if name in run][:3]
-            if near:
-                fix = f"did you mean {' or '.join(near)}?"
-            else:
-                fix = (
-                    f"{root} holds {', '.join(known[:8])}{' ...' if known[8:] else ''}" if known else "train one first"
-                )
+            there = f"{root} holds {', '.join(known[:8])}{' ...' if known[8:] else ''}" if known else "train one first"
+            fix = f"did you mean {' or '.join(near)}?" if near else there
             raise UserError(f"no run is called {name!r}, here or below {root}", "RUN", fix)
         found |= {run.resolve(): run for run in mine if run.resolve() not in found}
     return list(found.values())
@@ -125,21 +120,12 @@ def read(directories: Sequence[Path]) -> list[Run]:
 
 def read_run(directory: Path, label: str) -> Run:
     status = read_status(directory)
-    state = status.get("state", "not begun")
-    if is_interrupted(status):
-        state = "interrupted"
+    state = "interrupted" if is_interrupted(status) else status.get("state", "not begun")
+    reason = " ".join(str(status.get("reason") or "").split()) if state in ("stopped", "failed") else ""
     report = read_report(directory) if state == "finished" else None
-    return Run(
-        label,
-        directory,
-        read_settings(directory / "config.yaml"),
-        state,
-        " ".join(str(status.get("reason") or "").split()) if state in ("stopped", "failed") else "",
-        list(metrics.read(directory / metrics.FILE)),
-        report,
-        read_speed(directory) or (report or {}).get("speed"),
-        _corpus(directory),
-    )
+    settings, records = read_settings(directory / "config.yaml"), list(metrics.read(directory / metrics.FILE))
+    speed = read_speed(directory) or (report or {}).get("speed")
+    return Run(label, directory, settings, state, reason, records, report, speed, _corpus(directory))
 
 
 def read_settings(file: Path) -> dict[str, str]:

@@ -49,9 +49,8 @@ def fit(values: Mapping[str, Mapping[int, float]]) -> Fit:
     runs = [(name, seed, y) for name, of in values.items() for seed, y in of.items()]
     cells = list(values)
     seeds = sorted({seed for _, seed, _ in runs})
-    design = np.array(
-        [[name == c for c in cells] + [seed == s for s in seeds[1:]] for name, seed, _ in runs], dtype=float
-    )
+    effects = [[name == c for c in cells] + [seed == s for s in seeds[1:]] for name, seed, _ in runs]
+    design = np.array(effects, dtype=float)
     if len(runs) <= design.shape[1] or np.linalg.matrix_rank(design) < design.shape[1]:
         design = design[:, : len(cells)]
     y = np.array([y for *_, y in runs])

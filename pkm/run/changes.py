@@ -15,24 +15,19 @@ def refuse_changes(path: Path, config: Config) -> list[str]:
 
     UserError with every key that may not.
     """
-    old, new = (
-        flatten(load(path, (), Config).config.model_dump(mode="json")),
-        flatten(config.model_dump(mode="json")),
-    )
+    old, new = (flatten(one.model_dump(mode="json")) for one in (load(path, (), Config).config, config))
     changed, refused = [], []
     for key in {**old, **new}:
         before, now = old.get(key), new.get(key)
         if before != now:
-            line, why = f"{key}: {_shown(before)} -> {_shown(now)}", _why_not(key, before, now, config)
+            shown = ("null" if value is None else str(value) for value in (before, now))
+            line, why = f"{key}: {' -> '.join(shown)}", _why_not(key, before, now, config)
             changed.append(line)
             if why is not None:
                 refused.append(line + why)
     if refused:
-        raise UserError(
-            "this run began with other settings\n    " + "\n    ".join(refused),
-            where=str(path),
-            fix="give the old values again, or start another run with name=...",
-        )
+        what = "\n    ".join(["this run began with other settings", *refused])
+        raise UserError(what, str(path), "give the old values again, or start another run with name=...")
     return changed
 
 
@@ -53,23 +48,10 @@ def _why_not(key: str, before: Any, now: Any, config: Config) -> str | None:
     return f" (learning rates of a {closed[0]} schedule depend on it)" if closed else None
 
 
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
-
-
 # Settings that may change when a run is resumed, because they do not change the result of any step.
 MAY_CHANGE = (
-    "name",
-    "runs",
-    "corpus.path",
-    "device",
-    "threads",
-    "max_minutes",
-    "profile",
-    "parallel.values",
-    "checkpoint",
-    "evaluate",
-    "log",
-)
+    "name", "runs", "corpus.path", "device", "threads", "max_minutes", "profile", "parallel.values", "checkpoint",
+    "evaluate", "log",
+)  # fmt: skip
 # Schedules whose learning rate at a step does not depend on optim.steps: a run with them may be made longer.
 OPEN_ENDED = ("inverse_sqrt", "constant")

@@ -108,24 +108,21 @@ class Lock:
         os.fsync(file)
 
     def _refusal(self, holder: dict[str, Any]) -> UserError:
-        return UserError(
-            f"another process is at work on this run: {_described(holder)}",
-            where=str(self.path.parent),
-            fix="wait for it or stop it, or give this run another name",
-        )
+        what = f"another process is at work on this run: {_described(holder)}"
+        return UserError(what, str(self.path.parent), "wait for it or stop it, or give this run another name")
 
     def _holder(self) -> dict[str, Any]:
         """Who says to hold the lock; empty if nobody does."""
-        try:
-            holder = json.loads(self.path.read_bytes())
-        except ValueError:
-            return {}
-        return holder if isinstance(holder, dict) else {}
+        with suppress(ValueError):
+            if isinstance(holder := json.loads(self.path.read_bytes()), dict):
+                return holder
+        return {}
 
     def _lives(self, holder: dict[str, Any], flock_works: bool | None, say: Callable[[str], None]) -> bool:
         """Whether a holder whose flock does not stop us may still be at work."""
         if holder.get("host") == socket.gethostname():
-            return flock_works is None and _runs(holder.get("pid"))
+            pid = holder.get("pid")
+            return flock_works is None and isinstance(pid, int) and pid != os.getpid() and lives(pid)
         say(f"the run is marked as held by {_described(holder)}: watching {WATCH_SECONDS} s whether it lives")
         before = self._touched()
         for _ in range(WATCH_SECONDS):
@@ -187,10 +184,6 @@ def _flock(file: int) -> bool | None:
             return False
         raise
     return True
-
-
-def _runs(pid: Any) -> bool:
-    return isinstance(pid, int) and pid != os.getpid() and lives(pid)
 
 
 def _described(holder: dict[str, Any]) -> str:

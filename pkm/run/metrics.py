@@ -33,11 +33,8 @@ class Metrics:
 
     def __init__(self, directory: Path, tensorboard: bool, may_write: Callable[[], bool] = lambda: True):
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise UserError(
-                "tensorboard is not installed",
-                where="log.tensorboard",
-                fix="pip install tensorboard, or set it to false",
-            )
+            fix = "pip install tensorboard, or set it to false"
+            raise UserError("tensorboard is not installed", "log.tensorboard", fix)
         self.path = directory / FILE
         self.last_step = 0
         self._may_write = may_write

@@ -42,14 +42,8 @@ class Run:
         self.console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
         self.metrics = Metrics(self.directory, config.log.tensorboard, self.is_ours)
         save = config.checkpoint
-        self.checkpoints = Checkpoints(
-            self.directory / "checkpoints",
-            save.keep,
-            self._warn,
-            self.metrics.sync,
-            save.in_background,
-            self.refuse_if_taken_over,
-        )
+        where, ours = self.directory / "checkpoints", self.refuse_if_taken_over
+        self.checkpoints = Checkpoints(where, save.keep, self._warn, self.metrics.sync, save.in_background, ours)
         self._lock = Lock(self.directory / "lock", self._taken_over)
         self._peers = RankWatchdog(self._end_with)
         self._found: dict[str, Any] = {}
@@ -97,11 +91,8 @@ class Run:
             if path.read_bytes() == resolved_yaml.encode():
                 return
         elif self.checkpoints.steps():
-            raise UserError(
-                "there are checkpoints but no settings, so nobody can tell whether they fit",
-                where=str(path),
-                fix="bring config.yaml back, or give this run another name",
-            )
+            what = "there are checkpoints but no settings, so nobody can tell whether they fit"
+            raise UserError(what, str(path), "bring config.yaml back, or give this run another name")
         files.atomic_write(path, resolved_yaml)
 
     def __enter__(self) -> Run:
@@ -127,11 +118,9 @@ class Run:
             raise self._ends_with(lost) from error
 
     def _ends_with(self, lost: str) -> UserError:
-        return UserError(
-            f"another rank has ended, and this one ends with it: {read_status(self.directory).get('reason', lost)}",
-            where=str(self.directory),
-            fix="read that rank's message, here or in log.txt; the same command goes on from the newest checkpoint",
-        )
+        what = f"another rank has ended, and this one ends with it: {read_status(self.directory).get('reason', lost)}"
+        fix = "read that rank's message, here or in log.txt; the same command goes on from the newest checkpoint"
+        return UserError(what, str(self.directory), fix)
 
     def _end_with(self, lost: str) -> NoReturn:
         """End the process from the watchdog's thread, because the main thread is blocked in a collective."""
@@ -153,11 +142,8 @@ class Run:
         asleep.
         """
         if (by := self._lock.taken_over_by()) is not None:
-            raise UserError(
-                f"another process took this run over: {by}",
-                where=str(self.directory),
-                fix="nothing more was written; leave the run to that process, or stop it and give the same command again",
-            )
+            fix = "nothing more was written; leave the run to that process, or stop it and give the same command again"
+            raise UserError(f"another process took this run over: {by}", str(self.directory), fix)
 
     def _taken_over(self, by: str) -> None:
         """Called in the lock's thread: asks the main thread to stop, which then fails at its next save."""
@@ -216,14 +202,10 @@ class Run:
         """Called on every rank where no checkpoint was found: UserError if status.json said that one was written."""
         step = newest_checkpoint(self._found)
         if step > 0:
-            raise dist.raised_by_rank_0(
-                UserError(
-                    f"there is no checkpoint, and status.json says that one of step {step} was written",
-                    where=str(self.checkpoints.root),
-                    fix="see whether that directory was moved or its disk is not mounted; to begin again from step 0, "
-                    f"move {self.directory} away",
-                )
-            )
+            what = f"there is no checkpoint, and status.json says that one of step {step} was written"
+            fix = "see whether that directory was moved or its disk is not mounted; to begin again from step 0, "
+            error = UserError(what, str(self.checkpoints.root), f"{fix}move {self.directory} away")
+            raise dist.raised_by_rank_0(error)
 
     def is_finished(self, reports: bool = True) -> bool:
         """Whether the run was complete when it was opened: all steps that the config asks for, and the report.
