@@ -55,7 +55,7 @@ def marked_encoding(head: bytes) -> str | None:
     if encoding is None or b"\0" in head:
         return encoding
     text = head[2:].decode("utf-8", "replace")
-    return encoding if 8 * text.count("\ufffd") > len(text) else None
+    return encoding if not text or 8 * text.count("\ufffd") > len(text) else None
 
 
 def page_text(content: bytes, content_type: str, default: str = "cp1252") -> str:

@@ -165,6 +165,12 @@ def test_text_in_utf_16_with_its_mark_is_read(tmp_path: Path, encoding, pack, ta
     assert read(tmp_path / "b.txt", target, documents="line") == texts
 
 
+def test_a_file_of_no_text_but_a_mark_holds_nothing(tmp_path: Path):
+    for number, encoding in enumerate(("utf-8-sig", "utf-16", "utf-32")):
+        (tmp_path / f"{number}.jsonl").write_bytes("".encode(encoding))
+    assert read(tmp_path) == []
+
+
 def test_two_damaged_bytes_in_front_make_no_utf_16_of_a_file(tmp_path: Path):
     for mark in (b"\xff\xfe", b"\xfe\xff"):
         (tmp_path / "a.txt").write_bytes(mark + b"is damaged\nthis \xff as well\n" + b"fine\n" * 3)
