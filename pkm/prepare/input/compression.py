@@ -8,6 +8,7 @@ import lzma
 import re
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Any, BinaryIO, Literal
 
 import zstandard
@@ -39,6 +40,10 @@ DICTIONARY_FRAME, DICTIONARY_HEAD, DICTIONARY_BYTES = b"\x5d\x2a\x4d\x18", b"\x3
 def compression_of(head: bytes) -> Compression | None:
     """What the first HEAD_BYTES of a file say it is compressed with."""
     return next((kind for kind, pattern in HEADS.items() if pattern.match(head)), None)
+
+
+BROKEN = (zlib.error, lzma.LZMAError, zstandard.ZstdError, MemoryError, EOFError, OSError)
+"""What decompressors raise for data that is not theirs."""
 
 
 class Mismatch(Damaged):
@@ -81,15 +86,21 @@ class _Member:
 
 
 class Unpacked(Buffered):
-    """What a compressed stream unpacks to. Concatenated members and frames are one stream, unless `single`."""
+    """What a compressed stream unpacks to, all of it that comes before damage.
 
-    def __init__(self, raw: BinaryIO, kind: Compression, single: bool = False):
+    Concatenated members and frames are one stream, unless goes_on(where a member ended in `raw`) says otherwise.
+    """
+
+    def __init__(self, raw: BinaryIO, kind: Compression, goes_on: Callable[[int], bool] = lambda end: True):
         super().__init__()
-        self._raw, self._kind, self._single = raw, kind, single
+        self._raw, self._kind, self._goes_on = raw, kind, goes_on
         self._zst: zstandard.ZstdDecompressor | None = None
         self._member: _Member | None = None
         self._input = b""
-        self._unpacked = raw.tell()
+        self._begin = self._unpacked = raw.tell()
+        """Where the member begins, and up to where in the file everything was given."""
+        self._given = 0
+        """Bytes of the member that were given."""
 
     def tell(self) -> int:
         return self._unpacked
@@ -112,18 +123,47 @@ class Unpacked(Buffered):
                 words = zstandard.ZstdCompressionDict(dictionary) if dictionary else None
                 self._zst = zstandard.ZstdDecompressor(dict_data=words, max_window_size=WINDOW_BYTES)
             if self._member is None:
-                self._member = _Member(self._kind, self._zst)
+                self._member, self._begin, self._given = self._new(), self._raw.tell() - len(self._input), 0
             output, self._input = self._member.take(self._input, size)
-        except (zlib.error, lzma.LZMAError, zstandard.ZstdError, MemoryError, EOFError, OSError) as error:
+        except BROKEN as error:
             kind_of_damage = Mismatch if CHECKSUM.search(str(error)) else Damaged
-            raise kind_of_damage(f"broken {self._kind} data: {error}") from error
+            self._broken = kind_of_damage(f"broken {self._kind} data: {error}")
+            self._broken.__cause__ = error
+            if self._member is not None and (output := self._up_to_damage(size)):
+                return output
+            raise self._broken from error
+        self._given += len(output)
         if output or self._member.done:
             self._unpacked = self._raw.tell() - len(self._input)
         if self._member.done:
-            self._member, self._ended = None, self._single
+            position = self._raw.tell()
+            self._member, self._ended = None, not self._goes_on(self._unpacked)
+            self._raw.seek(position)
         elif starved and not output:
             raise Damaged(f"the file ends in the middle of its {self._kind} data")
         return output
+
+    def _new(self) -> _Member:
+        return _Member(self._kind, self._zst)
+
+    def _up_to_damage(self, size: int) -> bytes:
+        """At most `size` bytes that a member still holds before the place where it cannot be read.
+
+        A decompressor that meets damage gives nothing of the call in which it does, so it is fed once more, in the end
+        byte by byte.
+        """
+        end, member, skip, output = self._raw.tell(), self._new(), self._given, bytearray()
+        self._raw.seek(self._begin)
+        try:
+            while len(output) < size and (fed := self._raw.read(BLOCK if self._raw.tell() < end - 2 * BLOCK else 1)):
+                while fed or not member.hungry:
+                    piece, fed = member.take(fed, size)
+                    output += piece[skip:]
+                    skip = max(0, skip - len(piece))
+                    self._unpacked = self._raw.tell() - len(fed)
+        except BROKEN:
+            pass
+        return bytes(output)
 
     def _dictionary(self) -> bytes:
         """What a web archive may begin with (IIPC, "Use of Zstandard compression in WARC files"); b"" if it does not."""

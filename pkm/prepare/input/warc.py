@@ -1,8 +1,8 @@
 """Articles out of web archives (WARC 1.0 and 1.1, ISO 28500; WET): HTML pages to text, English or not.
 
 Common Crawl's archives compress every record by itself ("members"): a reader can start at any of them, and goes on at
-the next one after damage or after a record that unpacks to too much. Where a whole archive is one member it is read
-through.
+the next one after damage or after a record that unpacks to too much. Where members begin anywhere, or a whole archive is
+one, they are read through up to the next that begins with a record.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, BinaryIO
 
 from pkm.prepare.input.compression import BLOCK, HEAD_BYTES, Mismatch, Unpacked, compression_of
@@ -67,7 +68,7 @@ def _guarded(stream: _Buffer, raw: BinaryIO, piece: Piece, limit: int) -> Iterat
 
 
 def _members(raw: BinaryIO, piece: Piece, limit: int) -> Iterator[Found]:
-    """The records of the gzip members that begin in the piece."""
+    """The records of the gzip members that begin in the piece, with those that hold the rest of their last record."""
     url, size = piece.file.url, piece.file.size
     position: int | None = _next_member(raw, piece.start)
     if piece.start == 0 and position != 0:
@@ -75,7 +76,7 @@ def _members(raw: BinaryIO, piece: Piece, limit: int) -> Iterator[Found]:
     while position is not None and (piece.stop is None or position < piece.stop):
         where = f"{url}, byte {position}"
         raw.seek(position)
-        member = Unpacked(raw, "gz", single=True)
+        member = Unpacked(raw, "gz", partial(_goes_on, raw))
         stream = _Buffer(member, 0)
         end: int | None
         try:
@@ -107,15 +108,26 @@ def _next_member(raw: BinaryIO, position: int) -> int | None:
             return None
         found = block.find(MEMBER)
         while found >= 0:
-            raw.seek(position + found)
-            try:
-                head = zlib.decompressobj(31).decompress(raw.read(4096), 512)
-            except zlib.error:
-                head = b""
-            if head.lstrip().startswith(b"WARC/"):
+            if (_head(raw, position + found) or b"").startswith(b"WARC/"):
                 return position + found
             found = block.find(MEMBER, found + 1)
         position += len(block) - len(MEMBER) + 1
+
+
+def _goes_on(raw: BinaryIO, position: int) -> bool:
+    """Whether a gzip member begins there that does not begin with a record: it holds more of the last one."""
+    head = _head(raw, position)
+    return head is not None and not head.startswith(b"WARC/")
+
+
+def _head(raw: BinaryIO, position: int) -> bytes | None:
+    """What the gzip member that begins there begins with, without white space; None where none does."""
+    raw.seek(position)
+    packed = raw.read(4096)
+    try:
+        return zlib.decompressobj(31).decompress(packed, 512).lstrip() if packed.startswith(MEMBER) else None
+    except zlib.error:
+        return None
 
 
 class _Buffer:
