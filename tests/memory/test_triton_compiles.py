@@ -130,11 +130,14 @@ def test_the_plan_and_statistics_compile() -> None:
     registers_and_stack(triton_statistics.backward_kernel, whole, {"MASKED": True, "ROWS": 32, "COLUMNS": 128}, 4)
 
 
+@pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("logits", ["*bf16", "*fp16", "*fp32"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_cross_entropy_compiles_with_registers_for_two_rows_a_processor(capability: int, logits: str) -> None:
-    types = {"logits": logits, "targets": LONGS, "W": "i32:16"}
-    constants = {"IGNORE": -100, "BLOCK": triton_loss.BLOCK, "GRADIENTS": True}
+def test_cross_entropy_compiles_with_registers_for_two_rows_a_processor(
+    capability: int, logits: str, capped: bool
+) -> None:
+    types = {"logits": logits, "targets": LONGS, "W": "i32:16", "cap": "fp32", "z": "fp32"}
+    constants = {"IGNORE": -100, "BLOCK": triton_loss.BLOCK, "CAPPED": capped, "GRADIENTS": True}
     kernel, warps = triton_loss.cross_entropy_kernel, triton_loss.WARPS
     registers, spilled = registers_and_stack(kernel, types, constants, warps, capability)
     assert spilled == 0 and 65_536 // (registers * 32 * warps) >= 2
