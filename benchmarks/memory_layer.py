@@ -289,8 +289,8 @@ def stages(
         query = query.to(dtype)
         keys = (layer.keys.weight * scale.view(layer.heads, 2, 1, -1)).to(dtype)
         bias = torch.randn(keys.shape[:3], device=device) * 0.01
-        scores = search_op.sub_key_scores(query, keys)
-        slots, weights = search_op.search(query, keys, bias, layer.knn, kernels)
+    scores = search_op.sub_key_scores(query, keys)  # as in the layer: no autocast from here on, sums in fp32
+    slots, weights = search_op.search(query, keys, bias, layer.knn, kernels)
     n, _, k = slots.shape
     flat, w = slots.flatten(1), weights.flatten(1)
     table = layer.values.weight
