@@ -1,4 +1,5 @@
-# `make quickstart` trains a small model on real news and prints its report; `make test` runs every check.
+# `make quickstart` trains a small model on real news and prints its report; `make test` runs every check,
+# `make test-fast` those of two minutes.
 # Both set up .venv first if need be. PYTHON names the interpreter to make it with (>= 3.11).
 
 PYTHON ?= python3
@@ -6,14 +7,20 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: quickstart test lint setup clean
+.PHONY: quickstart test test-fast lint setup clean
 
 quickstart: $(READY)
 	$(BIN)/python scripts/prepare.py data/sample.yaml
 	$(BIN)/python train.py configs/quickstart.yaml
 
+# One worker a core; each test computes on one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
 test: $(READY) lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-fast: $(READY) lint
+	$(PYTEST) -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

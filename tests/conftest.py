@@ -1,5 +1,6 @@
 import os
 import signal
+from pathlib import Path
 
 # What a CI system, a launcher or a terminal may have set changes what programs do and print.
 for name in list(os.environ):
@@ -32,6 +33,19 @@ from tests.support.tiny import random_corpus, tiny_config
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+SLOW = (
+    "doctor/test_ranks.py", "distributed/", "faults/", "prepare/test_executor.py", "prepare/test_killed.py", "report/test_browser.py",
+    "resume/", "slurm/", "test_examples.py", "train/test_parallel.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """Marks what `make test-fast` leaves out."""
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ def test_another_seed_gives_another_run(runs):
     assert runs.outcome("other")["checkpoints"] != runs.outcome("whole")["checkpoints"]
 
 
-@pytest.mark.parametrize("save", [1, 3, 8], ids=["first", "third", "last"])
+@pytest.mark.parametrize("save", [1, 3], ids=["first", "third"])  # the third is the first after which one goes
 @pytest.mark.parametrize("point", POINTS)
 def test_a_run_killed_at_a_named_point_of_a_save_ends_bit_identical(runs, point, save):
     name = f"{point.replace(':', '-')}-{save}"
