@@ -81,7 +81,8 @@ class _Member:
             output, left = self._object.decompress(data[:ZST_BITE]), data[ZST_BITE:]
         else:
             output = self._object.decompress(data, size)
-            left = self._object.unconsumed_tail if self._kind == "gz" else b""
+            # At a member's end zlib has what follows in both.
+            left = self._object.unconsumed_tail if self._kind == "gz" and not self.done else b""
         return output, (self._object.unused_data + left if self.done else left)
 
 

@@ -29,8 +29,9 @@ def unpacked(data: bytes, kind: str, size: int = 1000) -> bytes:
 
 @pytest.mark.parametrize("kind", PACK)
 def test_members_one_after_the_other_and_padding_are_one_stream(kind):
-    text = b"some text\n" * 20_000
-    packed = PACK[kind](text[:777]) + PACK[kind](b"") + PACK[kind](text[777:])
+    text = b"".join(b"text %d\n" % i for i in range(20_000))
+    # Of less and of more than is asked for at once.
+    packed = b"".join(PACK[kind](part) for part in (text[:777], b"", text[777:77_777], text[77_777:]))
     assert compression_of(packed[:HEAD_BYTES]) == kind
     assert unpacked(packed, kind) == text
     assert unpacked(packed + bytes(512), kind) == text
