@@ -7,16 +7,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from dataclasses import dataclass
+from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pkm.corpus.store import SPLITS, Corpus
 from pkm.corpus.unknown import percent, shares, warning
 from pkm.files import free_bytes
-from pkm.format import printable
+from pkm.format import printable, roughly, size
 from pkm.machine import cores
 from pkm.prepare.damage import examples
 from pkm.prepare.input.listing import LeftOut, left_out_line
@@ -43,31 +44,8 @@ LOG_COLUMNS = 10_000
 def console_on(stream: TextIO) -> Console:
     """Where a program shows what it does. Off a terminal no line is broken; names are shown as they are, not as markup."""
     terminal = stream.isatty()
-    return Console(
-        file=stream,
-        width=None if terminal else LOG_COLUMNS,
-        soft_wrap=not terminal,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def duration(seconds: float) -> str:
-    """A time for people."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+    width = None if terminal else LOG_COLUMNS
+    return Console(file=stream, width=width, soft_wrap=not terminal, highlight=False, markup=False, emoji=False)
 
 
 def show_plan(config: PrepareConfig, inputs: list[Input], left_out: LeftOut, console: Console) -> None:
@@ -90,7 +68,7 @@ def show_plan(config: PrepareConfig, inputs: list[Input], left_out: LeftOut, con
     workers = min(tasks, config.workers or (cores() if config.executor == "local" else tasks))
     seconds, disk, left = _estimates(inputs, workers, large, config)
     console.print(
-        f"{len(inputs):,} files; {tasks:,} tasks, {workers} at a time ({config.executor}): about {duration(seconds)}, "
+        f"{len(inputs):,} files; {tasks:,} tasks, {workers} at a time ({config.executor}): about {roughly(seconds)}, "
         f"{size(disk)} of disk meanwhile, {size(left)} in the end "
         f"({size(free_bytes(config.directory))} are free)"
     )
@@ -98,9 +76,7 @@ def show_plan(config: PrepareConfig, inputs: list[Input], left_out: LeftOut, con
         console.print(f"the disk of {config.directory} may be too small")
 
 
-def _estimates(
-    inputs: list[Input], workers: int, large: list[Input], config: PrepareConfig
-) -> tuple[float, float, float]:
+def _estimates(inputs: list[Input], workers: int, large: list[Input], config: PrepareConfig) -> tuple[float, int, int]:
     """(seconds, bytes of disk meanwhile, bytes in the end) that a preparation is expected to need."""
     text = sum(file.text_bytes for file in inputs)
     html = sum(file.text_bytes for file in inputs if file.format == "warc")
@@ -110,71 +86,61 @@ def _estimates(
         seconds += sample / COUNT_RATE / max(1, workers) + LEARN_SECONDS * min(1, config.subwords.codes / 60000)
     articles = text - html * (1 - ARTICLE_SHARE)
     disk = articles * (SPOOL_SHARE + IDS_SHARE) + sum(file.text_bytes for file in large) * CHUNK_SHARE
-    return seconds, disk, articles * IDS_SHARE
+    return seconds, round(disk), round(articles * IDS_SHARE)
 
 
 @contextmanager
 def progress_on(console: Console) -> Iterator[Callable[[Stage, StageProgress], None]]:
-    """A function to show progress with: a bar on a terminal, now and then a plain line elsewhere."""
-    if not console.is_terminal:
-        yield _PlainProgress(console).show
-        return
+    """A function to show progress with: a bar on a terminal; elsewhere a line when a stage begins and ends, and every half
+    minute between."""
     columns = (
         TextColumn("{task.description:<24}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %  {task.fields[done]}  {task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bars:
-        known: dict[str, Any] = {}
-        meter = _Meter()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        shown: dict[str, _Shown] = {}
 
         def show(stage: Stage, progress: StageProgress) -> None:
-            if stage.name not in known:
-                known[stage.name] = bars.add_task(stage.title, total=sum(stage.costs) or 1, done="", rate="")
-            done = f"{len(progress.reports):,}/{len(stage.costs):,}"
-            bars.update(known[stage.name], completed=progress.bytes_done, done=done, rate=meter.rate(stage, progress))
+            if stage.name not in shown:
+                bar = bars.add_task(stage.title, total=sum(stage.costs) or 1, done="", rate="")
+                shown[stage.name] = _Shown(bar, time.monotonic(), progress)
+            mine, done = shown[stage.name], f"{len(progress.reports):,}/{len(stage.costs):,}"
+            if console.is_terminal:
+                bars.update(mine.bar, completed=progress.bytes_done, done=done, rate=mine.rate(progress))
+            elif line := mine.line(stage, progress):
+                console.print(line)
 
         yield show
 
 
-class _Meter:
-    """Words a second since a stage was first seen in this process."""
+@dataclass
+class _Shown:
+    """A stage as it was when it was first seen in this process, and when its next plain line is due."""
 
-    def __init__(self) -> None:
-        self._began: dict[str, tuple[float, int]] = {}
+    bar: TaskID
+    began: float
+    first: StageProgress
+    next_line: float = 0.0
 
-    def rate(self, stage: Stage, progress: StageProgress) -> str:
-        now = time.monotonic()
-        began, words = self._began.setdefault(stage.name, (now, progress.words))
-        met = progress.words - words
-        return f"{met / (now - began):,.0f} words/s" if met and now > began + 1 else ""
+    def rate(self, progress: StageProgress) -> str:
+        """Words a second since."""
+        words, seconds = progress.words - self.first.words, time.monotonic() - self.began
+        return f"{words / seconds:,.0f} words/s" if words and seconds > 1 else ""
 
-
-class _PlainProgress:
-    """A line when a stage begins and ends, and every half minute between."""
-
-    def __init__(self, console: Console):
-        self._console, self._meter = console, _Meter()
-        self._next: dict[str, float] = {}
-        self._began: dict[str, tuple[float, float]] = {}
-
-    def show(self, stage: Stage, progress: StageProgress) -> None:
+    def line(self, stage: Stage, progress: StageProgress) -> str | None:
+        """The plain line, if it is due."""
         now, total = time.monotonic(), max(1, sum(stage.costs))
         ended = len(progress.reports) == len(stage.costs)
-        began, before = self._began.setdefault(stage.name, (now, progress.bytes_done))
-        if now < self._next.get(stage.name, 0) and not (ended and self._next[stage.name] < math.inf):
-            return
-        self._next[stage.name] = math.inf if ended else now + PLAIN_LINE_SECONDS
-        left = ""
-        if not ended and progress.bytes_done > before:
-            pace = (progress.bytes_done - before) / (now - began)
-            left = f", {duration((total - progress.bytes_done) / pace)} left"
-        rate = self._meter.rate(stage, progress)
-        self._console.print(
-            f"{stage.title}: {progress.bytes_done / total:.0%} ({len(progress.reports):,} of {len(stage.costs):,} tasks)"
-            f"{', ' + rate if rate else ''}{left}"
-        )
+        if now < self.next_line and not (ended and self.next_line < math.inf):
+            return None
+        self.next_line = math.inf if ended else now + PLAIN_LINE_SECONDS
+        met = progress.bytes_done - self.first.bytes_done
+        left = f"{roughly((total - progress.bytes_done) * (now - self.began) / met)} left" if met and not ended else ""
+        tasks = f"({len(progress.reports):,} of {len(stage.costs):,} tasks)"
+        more = "".join(f", {one}" for one in (self.rate(progress), left) if one)
+        return f"{stage.title}: {progress.bytes_done / total:.0%} {tasks}{more}"
 
 
 def show_outcome(outcome: Outcome, seconds: float, console: Console) -> None:
@@ -184,28 +150,17 @@ def show_outcome(outcome: Outcome, seconds: float, console: Console) -> None:
         cpu = stage["cpu_seconds"]
         rate = f"{stage['words'] / cpu:,.0f}" if cpu > 0 and stage["words"] else ""
         memory = size(stage["peak_kilobytes"] * 1024)
-        table.add_row(
-            title, f"{stage['tasks']:,}", f"{stage['words']:,}", f"{stage['seconds']:.1f}", f"{cpu:.1f}", rate, memory
-        )
+        counts = (f"{stage[key]:,}" for key in ("tasks", "words"))
+        table.add_row(title, *counts, f"{stage['seconds']:.1f}", f"{cpu:.1f}", rate, memory)
     console.print(table)
-    console.print(f"prepared in {duration(seconds)}")
+    console.print(f"prepared in {roughly(seconds)}")
 
 
 def show_stats(corpus: Corpus, console: Console) -> None:
     """What a corpus holds, what was dropped on the way and why."""
     manifest = corpus.manifest
-    table = Table(
-        "split",
-        "documents",
-        "words",
-        "tokens",
-        "tokens a word",
-        "<unk>",
-        "text",
-        "shards",
-        "ids",
-        title=str(corpus.path),
-    )
+    columns = ("split", "documents", "words", "tokens", "tokens a word", "<unk>", "text", "shards", "ids")
+    table = Table(*columns, title=str(corpus.path))
     unknown = shares(corpus)
     for name in SPLITS:
         split = manifest["splits"][name]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pkm.config.load import flatten
 from pkm.corpus.store import SPLITS, Shard, ShardWriter, read_manifest, write_manifest
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, fsync_tree, publish
@@ -87,8 +88,9 @@ def _check_same(config: PrepareConfig, final: Path) -> None:
         fix = "choose another `name` or `output`, or remove it"
         raise UserError("something is there already that is not a prepared corpus", str(final), fix)
     manifest = read_manifest(final)
-    differing = list(_differences(manifest.get("settings"), settings_of(config)))
-    if differing:
+    then, now = flatten(manifest.get("settings") or {}), flatten(settings_of(config))
+    both = ((key, then.get(key), now.get(key)) for key in {**then, **now})
+    if differing := [f"{key} was {json.dumps(a)}, is now {json.dumps(b)}" for key, a, b in both if a != b]:
         fix = "choose another `name` or `output`, or remove that directory"
         raise UserError(f"it was prepared with other settings: {'; '.join(differing[:8])}", str(final), fix)
     try:
@@ -99,13 +101,6 @@ def _check_same(config: PrepareConfig, final: Path) -> None:
     if listing(inputs) != manifest["inputs"]:
         fix = "remove that directory to prepare anew, or choose another `name` or `output`"
         raise UserError("the files that it was prepared from have changed since", str(final), fix)
-
-
-def _differences(then: Any, now: Any, prefix: str = "") -> list[str]:
-    if isinstance(then, dict) and isinstance(now, dict):
-        keys = [*then, *(key for key in now if key not in then)]
-        return [d for key in keys for d in _differences(then.get(key), now.get(key), f"{prefix}{key}.")]
-    return [] if then == now else [f"{prefix[:-1]} was {json.dumps(then)}, is now {json.dumps(now)}"]
 
 
 def _run(config: PrepareConfig, stage: Stage, show: Show, outcome: Outcome) -> list[dict[str, Any]]:
@@ -169,17 +164,18 @@ def _decide(config: PrepareConfig, damage: DamageLimit, work: Path, say: Callabl
         raise UserError(what, "sources", "check paths, `format`, `documents`, `column`, and `filters`")
     if decision.distinct <= held.valid + held.test:
         valid, test = _fewer_held_out(decision.distinct, held.valid, held.test)
-        raise UserError(
+        what = (
             f"there are {decision.distinct} different articles (dropped: {dropped}), too few to hold out {held.valid} for "
-            f"validation and {held.test} for test and train on the others",
-            where="held_out",
-            fix=f"add text, or hold out fewer, for example held_out.valid={valid} held_out.test={test}",
+            f"validation and {held.test} for test and train on the others"
         )
+        fix = f"add text, or hold out fewer, for example held_out.valid={valid} held_out.test={test}"
+        raise UserError(what, "held_out", fix)
     for unit, fates in enumerate(decision.fates):
         with explained(work):
             np.save(work / "decide" / f"{unit:05d}.npy", fates)
     fsync_tree(work / "decide")
-    trained = [_train_bytes(stem, fates) for stem, fates in zip(stems, decision.fates, strict=True)]
+    both = zip(stems, decision.fates, strict=True)
+    trained = [int(spooled_index(stem)["bytes"][fates <= Assignment.SAMPLE].sum()) for stem, fates in both]
     atomic_write(work / "groups.json", json.dumps(_groups(trained)))
     say(
         f"{decision.distinct:,} different articles: {decision.documents[Assignment.VALID]:,} valid, "
@@ -192,11 +188,6 @@ def _fewer_held_out(articles: int, valid: int, test: int) -> tuple[int, int]:
     few = max(1, articles // 20)
     valid = min(valid, few, articles - 1)
     return valid, min(test, few, articles - 1 - valid)
-
-
-def _train_bytes(stem: Path, fates: np.ndarray) -> int:
-    sizes = spooled_index(stem)["bytes"]
-    return int(sizes[fates <= Assignment.SAMPLE].sum())
 
 
 def _groups(train_bytes: list[int]) -> list[tuple[int, int, int]]:
@@ -258,11 +249,9 @@ def _assemble(
             writer.ids.extend(ids[ends[i] : ends[i + 1]].tolist())
             writer.end_document(int(about["words"][i]), int(about["bytes"][i]))
         shards[name] = [writer.close()]
-    duplicates = sum(
-        int((np.load(path) == Assignment.DUPLICATE).sum()) for path in sorted((work / "decide").glob("*.npy"))
-    )
+    decided = map(np.load, (work / "decide").glob("*.npy"))
+    duplicates = sum(int((fates == Assignment.DUPLICATE).sum()) for fates in decided)
     dropped = Counter(damage.dropped) + Counter({"duplicate": duplicates})
-    settings = settings_of(config)
     write_manifest(
         corpus,
         shards,
@@ -270,7 +259,7 @@ def _assemble(
         config.tokenizer.model_dump(),
         {
             "name": config.name,
-            "settings": settings,
+            "settings": settings_of(config),
             "inputs": listing(inputs),
             "left_out": left_out.counts(),
             "records": damage.records,

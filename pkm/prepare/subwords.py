@@ -80,8 +80,6 @@ def _frequent(pieces: Counter[str], min_count: int) -> None:
     """UserError where none of the pieces is frequent enough for a vocabulary."""
     most = max(pieces.values(), default=0)
     if most < min_count:
-        raise UserError(
-            f"no subword is seen {min_count} times in the sample, so that the vocabulary would be empty",
-            where="subwords.min_count",
-            fix=f"the most frequent is seen {most} times: ask for far less than that (the default is 1), or for a larger sample",
-        )
+        what = f"no subword is seen {min_count} times in the sample, so that the vocabulary would be empty"
+        less = "ask for far less than that (the default is 1), or for a larger sample"
+        raise UserError(what, "subwords.min_count", f"the most frequent is seen {most} times: {less}")

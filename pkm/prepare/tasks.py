@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -207,7 +207,7 @@ def load_groups(work: Path) -> list[tuple[int, int, int]]:
     return json.loads((work / "groups.json").read_bytes())
 
 
-def _group(work: Path, rank: int, fates: tuple[Assignment, ...]) -> Iterator[tuple[str, int, np.void]]:
+def _group(work: Path, rank: int, fates: Sequence[Assignment]) -> Iterator[tuple[str, int, np.void]]:
     """(text, fate, index entry) of the articles of a group's units that have one of `fates`, in input order."""
     first, last, _ = load_groups(work)[rank]
     for unit in range(first, last):
@@ -252,9 +252,7 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     held: list[tuple[np.void, int, int, int, array]] = []
     total, done = load_groups(work)[rank][2], 0
     try:
-        for text, fate, entry in _group(
-            work, rank, (Assignment.TRAIN, Assignment.SAMPLE, Assignment.VALID, Assignment.TEST)
-        ):
+        for text, fate, entry in _group(work, rank, [fate for fate in Assignment if fate != Assignment.DUPLICATE]):
             size = int(entry["bytes"])
             if fate in (Assignment.VALID, Assignment.TEST):
                 ids = array(writer.ids.typecode)
