@@ -183,11 +183,12 @@ def test_two_damaged_bytes_in_front_make_no_utf_16_of_a_file(tmp_path: Path):
     [
         (b"PK\x03\x04 and so on", r"a ZIP archive: name what is in it: path: zip://\*.jsonl::.*in.jsonl"),
         (b"a" * 257 + b"ustar\0", "a tar archive"),
-        (gzip.compress(gzip.compress(b"text", mtime=0), mtime=0), r"compressed twice \(gz once more inside\)"),
+        (gzip.compress(gzip.compress(b"text")), r"compressed twice \(gz once more inside\)"),
         (b"\x04\x22\x4d\x18 and so on", "compressed with LZ4: unpack it"),
-        (gzip.compress(b"WARC/1.0\r\n", mtime=0), "a web archive: give `format: warc`"),
+        (gzip.compress(b"WARC/1.0\r\n"), "a web archive: give `format: warc`"),
         (b"PAR1\x15\x04", "a Parquet file: give `format: parquet`"),
     ],
+    ids=["ZIP", "tar", "gz in gz", "LZ4", "web archive", "Parquet"],  # not the bytes: gzip writes the time into them
 )
 @pytest.mark.parametrize("kind", [{}, {"format": "text"}, {"format": "text", "documents": "line"}])
 def test_a_file_of_another_kind_is_named_and_lost_whole(tmp_path: Path, content, message, kind):
@@ -282,7 +283,7 @@ def test_a_folder_that_may_not_be_read_is_not_passed_over(tmp_path: Path, monkey
 
 def test_compression_is_told_by_the_first_bytes_not_by_the_name(tmp_path: Path):
     (tmp_path / "plain.txt.gz").write_text("not packed")
-    (tmp_path / "packed.txt").write_bytes(gzip.compress(b"packed", mtime=0))
+    (tmp_path / "packed.txt").write_bytes(gzip.compress(b"packed"))
     assert read(tmp_path) == ["packed", "not packed"]
 
 
