@@ -31,6 +31,10 @@ class Buffered:
             pass
         return bytes(self._output[:size])
 
+    @property
+    def broken(self) -> bool:
+        return self._broken is not None
+
     def tell(self) -> int:
         """Up to where in the file everything was read and can be used, in bytes as it lies there."""
         raise NotImplementedError

@@ -89,7 +89,8 @@ class _Member:
 class Unpacked(Buffered):
     """What a compressed stream unpacks to, all of it that comes before damage.
 
-    Concatenated members and frames are one stream, unless goes_on(where a member ended in `raw`) says otherwise.
+    Concatenated members and frames are one stream, unless goes_on(where a member ended in `raw`), asked when more is
+    wanted, says otherwise.
     """
 
     def __init__(self, raw: BinaryIO, kind: Compression, goes_on: Callable[[int], bool] = lambda end: True):
@@ -107,6 +108,9 @@ class Unpacked(Buffered):
         return self._unpacked
 
     def _more(self, size: int) -> bytes:
+        if self._member is None and self._unpacked > self._begin and not self._is_one_stream():
+            self._ended = True
+            return b""
         starved = False
         if not self._input and (self._member is None or self._member.hungry):
             self._input = self._raw.read(BLOCK)
@@ -137,12 +141,16 @@ class Unpacked(Buffered):
         if output or self._member.done:
             self._unpacked = self._raw.tell() - len(self._input)
         if self._member.done:
-            position = self._raw.tell()
-            self._member, self._ended = None, not self._goes_on(self._unpacked)
-            self._raw.seek(position)
+            self._member = None
         elif starved and not output:
             raise Damaged(f"the file ends in the middle of its {self._kind} data")
         return output
+
+    def _is_one_stream(self) -> bool:
+        position = self._raw.tell()
+        answer = self._goes_on(self._unpacked)
+        self._raw.seek(position)
+        return answer
 
     def _new(self) -> _Member:
         return _Member(self._kind, self._zst)

@@ -43,14 +43,14 @@ def _row_group(table: Any, group: int, column: str, url: str, limit: int) -> Ite
     where = f"{url}, row group {group}"
     rows = table.metadata.row_group(group)
     packed = unpacked = read = 0
-    for chunk in map(rows.column, range(rows.num_columns)):
-        if chunk.path_in_schema == column or chunk.path_in_schema.startswith(f"{column}."):
-            packed, unpacked = packed + chunk.total_compressed_size, unpacked + chunk.total_uncompressed_size
-    if unpacked > BOMB_BYTES and unpacked > BOMB_RATIO * max(packed, 1):
-        why = f"{packed} bytes that unpack to {unpacked}"
-        yield Skipped("too_large", where, why, records=rows.num_rows)
-        return
     try:
+        for chunk in map(rows.column, range(rows.num_columns)):
+            if chunk.path_in_schema == column or chunk.path_in_schema.startswith(f"{column}."):
+                packed, unpacked = packed + chunk.total_compressed_size, unpacked + chunk.total_uncompressed_size
+        if unpacked > BOMB_BYTES and unpacked > BOMB_RATIO * max(packed, 1):
+            why = f"{packed} bytes that unpack to {unpacked}"
+            yield Skipped("too_large", where, why, records=rows.num_rows)
+            return
         for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[column]):
             # Of columns `text` and `text.en`, asking for the first gives both.
             for value in _bytes(batch.column(batch.schema.names.index(column)), column, url):

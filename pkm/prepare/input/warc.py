@@ -8,9 +8,7 @@ one, they are read through up to the next that begins with a record.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, BinaryIO
 
 from pkm.prepare.input.compression import BLOCK, HEAD_BYTES, Mismatch, Unpacked, compression_of
@@ -25,7 +23,7 @@ HTML = ("text/html", "application/xhtml+xml")
 MEMBER = b"\x1f\x8b\x08"
 # A record is read past, block by block, up to so many times the limit; beyond it the next member is looked for instead.
 PATIENCE = 16
-RECORD = b"WARC/1."
+RECORD, BLANKS = b"WARC/1.", b"\r\n \t"
 
 
 class _BadHeader(Exception):
@@ -64,28 +62,31 @@ def _guarded(stream: _Buffer, raw: BinaryIO, piece: Piece, limit: int) -> Iterat
         if isinstance(error, _TooLarge):
             yield too_large(where, limit)
         why = str(error) or "what follows it is not read"
-        yield Skipped("damaged", where, why, lost=max(0, size - sound))
+        yield Skipped("damaged", where, why, lost=max(0, size - sound), records=0 if stream.counted else 1)
 
 
 def _members(raw: BinaryIO, piece: Piece, limit: int) -> Iterator[Found]:
     """The records of the gzip members that begin in the piece, with those that hold the rest of their last record."""
     url, size = piece.file.url, piece.file.size
-    position: int | None = _next_member(raw, piece.start)
+    # Blanks in front of a record may be the end of another one, so readers divide the file where there are none.
+    position: int | None = _next_member(raw, piece.start, BLANKS if piece.start == 0 else b"")
     if piece.start == 0 and position != 0:
         yield Skipped("damaged", f"{url}, byte 0", "no WARC record at the beginning", lost=position or size)
-    while position is not None and (piece.stop is None or position < piece.stop):
+    while position is not None:
+        if piece.stop is not None and position >= piece.stop and (_head(raw, position) or b"").startswith(b"WARC/"):
+            return
         where = f"{url}, byte {position}"
         raw.seek(position)
-        member = Unpacked(raw, "gz", partial(_goes_on, raw))
-        stream = _Buffer(member, 0)
+        stream = _Members(raw)
         end: int | None
         try:
             yield from _records(stream, where, limit, None)
-            end = member.tell()
+            end = stream.stream.tell()
         except Damaged as error:
             sound = stream.sound(position)
             end = _next_member(raw, position + 1)
-            yield Skipped("damaged", where, str(error), lost=max(0, (size if end is None else end) - sound))
+            lost = max(0, (size if end is None else end) - sound)
+            yield Skipped("damaged", where, str(error), lost, records=0 if stream.counted else 1)
         except _TooLarge:
             yield too_large(where, limit)
             end = _next_member(raw, position + 1)
@@ -94,13 +95,14 @@ def _members(raw: BinaryIO, piece: Piece, limit: int) -> Iterator[Found]:
         position = _next_member(raw, end)
         if position != end:
             after = size if position is None else position
+            head = _head(raw, end)
             raw.seek(end)
-            if raw.read(min(after - end, BLOCK)).strip(b"\0"):
+            if (head is None or head.strip()) and raw.read(min(after - end, BLOCK)).strip(b"\0"):
                 yield Skipped("damaged", f"{url}, byte {end}", "no WARC record", lost=after - end)
 
 
-def _next_member(raw: BinaryIO, position: int) -> int | None:
-    """Where the first gzip member at or after `position` begins that holds a WARC record; None if none does."""
+def _next_member(raw: BinaryIO, position: int, blanks: bytes = BLANKS) -> int | None:
+    """Where the first gzip member at or after `position` is that begins with a record, or blanks and one; None without."""
     while True:
         raw.seek(position)
         block = raw.read(BLOCK)
@@ -108,26 +110,22 @@ def _next_member(raw: BinaryIO, position: int) -> int | None:
             return None
         found = block.find(MEMBER)
         while found >= 0:
-            if (_head(raw, position + found) or b"").startswith(b"WARC/"):
+            head = _head(raw, position + found) or b""
+            if head.lstrip(blanks).startswith(b"WARC/"):
                 return position + found
             found = block.find(MEMBER, found + 1)
         position += len(block) - len(MEMBER) + 1
 
 
-def _goes_on(raw: BinaryIO, position: int) -> bool:
-    """Whether a gzip member begins there that does not begin with a record: it holds more of the last one."""
-    head = _head(raw, position)
-    return head is not None and not head.startswith(b"WARC/")
-
-
 def _head(raw: BinaryIO, position: int) -> bytes | None:
-    """What the gzip member that begins there begins with, without white space; None where none does."""
+    """What the gzip member that begins there begins with; None where none does that can be read."""
     raw.seek(position)
-    packed = raw.read(4096)
-    try:
-        return zlib.decompressobj(31).decompress(packed, 512).lstrip() if packed.startswith(MEMBER) else None
-    except zlib.error:
+    if raw.read(len(MEMBER)) != MEMBER:
         return None
+    raw.seek(position)
+    stream = Unpacked(raw, "gz")
+    head = stream.peek(16)
+    return head if head or not stream.broken else None
 
 
 class _Buffer:
@@ -136,6 +134,10 @@ class _Buffer:
     def __init__(self, stream: Any, offset: int):
         self.stream, self.offset = stream, offset
         self.whole = offset
+        self.counted = False
+        """Whether the damage at which reading stands was counted."""
+        self.between = False
+        """Whether more is read to see if there is another record, not because one has not ended."""
         self._data = b""
 
     def sound(self, begin: int) -> int:
@@ -165,7 +167,12 @@ class _Buffer:
         return True
 
     def peek(self, size: int) -> bytes:
-        while len(self._data) < size and (block := self.stream.read(BLOCK)):
+        while len(self._data) < size:
+            self.between = not self._data.strip()
+            block = self.stream.read(BLOCK)
+            self.between = False
+            if not block:
+                break
             self._data += block
         return self._data[:size]
 
@@ -197,6 +204,20 @@ class _Buffer:
         return piece
 
 
+class _Members(_Buffer):
+    """A gzip member that begins with a record, and those behind it that hold the rest of its last one."""
+
+    def __init__(self, raw: BinaryIO):
+        super().__init__(Unpacked(raw, "gz", self._goes_on), 0)
+        self._raw = raw
+
+    def _goes_on(self, position: int) -> bool:
+        head = _head(self._raw, position)
+        if head is None or (head and head[:5] == b"WARC/"[: len(head)]):
+            return False
+        return not self.between or head[:1] in BLANKS
+
+
 def _records(stream: _Buffer, where: str, limit: int, stop: int | None) -> Iterator[Found]:
     """The articles of the records of one stream that begin before `stop`. Damaged headers cost their record only."""
     # From within a file, reading begins in the middle of a record, which is another reader's.
@@ -205,11 +226,13 @@ def _records(stream: _Buffer, where: str, limit: int, stop: int | None) -> Itera
         begin = stream.offset
         if stop is not None and begin >= stop:
             return
+        if blank := len(head) - len(head.lstrip()):
+            stream.skip(blank)
+            continue
         if not head.startswith(b"WARC/"):
-            blank = not head[:2].strip()
-            if not blank and not lost_way:
+            if not lost_way:
                 yield Skipped("damaged", f"{where}, byte {begin} of its text", "no WARC record where one should begin")
-                lost_way = True
+                lost_way = stream.counted = True
             if not stream.past_line():
                 return
             continue
@@ -223,9 +246,10 @@ def _records(stream: _Buffer, where: str, limit: int, stop: int | None) -> Itera
         except _BadHeader as error:
             if not lost_way:
                 yield Skipped("damaged", where, f"bad WARC header: {error}")
+                stream.counted = True
             lost_way = True
             continue
-        lost_way = False
+        lost_way = stream.counted = False
         yield from _record(stream, headers, kind, int(length), where, limit)
         stream.whole = stream.offset
 

@@ -47,6 +47,24 @@ def test_a_truncated_file_is_never_taken_for_a_whole_one(kind, share):
 
 
 @pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("size", [100, 1 << 20])
+def test_all_that_comes_before_damage_is_given(kind, size):
+    """A decompressor that meets damage says so, and gives nothing of the call in which it did."""
+    text = b"".join(b"%d, " % (i * i) for i in range(60_000))
+    packed = bz2.compress(text, 1) if kind == "bz2" else PACK[kind](text)
+    damaged = packed[:-60] + bytes(60)
+    stream = Unpacked(io.BytesIO(damaged), kind)
+    given = b""
+    with pytest.raises(Damaged, match=r"broken|ends in the middle"):
+        while piece := stream.read(size):
+            given += piece
+    known = {"gz": lambda: zlib.decompressobj(31), "xz": lzma.LZMADecompressor, "bz2": bz2.BZ2Decompressor}
+    before = known.get(kind, zstandard.ZstdDecompressor().decompressobj)().decompress(packed[:-60])
+    assert len(before) > len(text) // 3 and given.startswith(before)
+    assert stream.tell() >= len(packed) - len(packed) // 2 and stream.broken
+
+
+@pytest.mark.parametrize("kind", PACK)
 def test_garbage_after_the_data_is_damage_and_what_came_before_is_given(kind):
     stream = Unpacked(io.BytesIO(PACK[kind](b"text") + b"garbage!"), kind)
     assert stream.read(100) == b"text"

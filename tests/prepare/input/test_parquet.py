@@ -53,6 +53,16 @@ def test_a_broken_row_group_counts_as_all_its_rows(parquet, tmp_path: Path):
     assert read(tmp_path / "no.parquet")[0][0] == "damaged"
 
 
+def test_a_name_of_a_column_that_is_not_utf_8_is_damage(parquet):
+    """pyarrow reads the schema, and fails where the name is asked for in a row group."""
+    content = parquet.read_bytes()
+    last = content.rindex(b"text", 0, content.index(b"ARROW:schema"))
+    parquet.write_bytes(content[:last] + b"te\xe0t" + content[last + 4 :])
+    found = list(read_piece(Piece(inputs(str(parquet))[0]), LIMIT))
+    assert sum(r.records if isinstance(r, Skipped) else 1 for r in found) == 50
+    assert {r.kind for r in found if isinstance(r, Skipped)} == {"damaged", "too_large"}
+
+
 def test_a_parquet_column_that_is_not_there_or_holds_no_text_is_named(parquet, tmp_path: Path):
     with pytest.raises(UserError, match=r"no column 'body'; its columns are title, text, url"):
         read(parquet, column="body")

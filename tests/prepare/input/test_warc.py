@@ -172,6 +172,24 @@ def test_headers_that_lack_something_say_what(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize("target", [None, 700])
+@pytest.mark.parametrize("size", [20, 300, 2000])
+def test_members_may_begin_anywhere(tmp_path: Path, size, target):
+    """As bgzip writes them: so many bytes each, and an empty one at the end."""
+    data = b"".join(articles(12))
+    packed = b"".join(gzip.compress(data[i : i + size]) for i in range(0, len(data), size)) + gzip.compress(b"")
+    assert read(write(tmp_path / "in.warc.gz", packed), target) == texts(12)
+
+
+def test_a_member_that_is_broken_in_its_header_counts_once_and_leaves_the_one_before(tmp_path: Path):
+    packed = list(map(gzip.compress, articles(20)))
+    # Garbage that can be unpacked, but for its checksum, is no more of the record before.
+    packed[10] = packed[10].replace(packed[10][10:12], bytes([packed[10][10], packed[10][11] ^ 0x74]), 1)
+    found = read(write(tmp_path / "in.warc.gz", b"".join(packed)))
+    assert [r for r in found if isinstance(r, str)] == [text for text in texts(20) if text != texts(20)[4]]
+    assert [r[0] for r in found if isinstance(r, tuple)] == ["damaged"]
+
+
 def test_a_broken_member_costs_its_record_only(tmp_path: Path):
     packed = list(map(gzip.compress, articles(20)))
     packed[10] = packed[10][:40] + bytes(len(packed[10]) - 40)
