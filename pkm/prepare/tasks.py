@@ -16,6 +16,7 @@ work/corpus/             the corpus, until it is published
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,6 +46,9 @@ from pkm.prepare.stage import Tick
 
 if TYPE_CHECKING:
     from pkm.text.encode import Encoder
+
+UP_TO_BLANK_LINE = re.compile(rb".*\n[ \t\r\v\f]*\n", re.DOTALL)
+"""The last of several."""
 
 NAMED = 20
 """Damaged records that a task names; the others are counted."""
@@ -105,19 +109,24 @@ def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     block_bytes = max(1 << 10, min(1 << 20, target // 4))
     with raw:
         chunk = _Chunk(work, rank, 0, 0)
+        # Of a document that has not ended: it is lost where the file breaks off.
+        begun = b""
         try:
             for offset, run in line_runs(stream, limit, block_bytes):
                 if run is None:
                     tally.skip(too_large(f"{file.url}, byte {offset}", limit))
                     # A document that the line stood in the middle of ends here.
                     run = b"\n"
-                cut = _cut(run, file) if chunk.size + len(run) >= target else 0
-                if cut:
-                    chunk.write(run[:cut])
+                begin, run = offset - len(begun), begun + run
+                cut = _cut(run, file)
+                end = cut or (len(run) if len(run) > limit else 0)
+                chunk.write(run[:end])
+                begun = run[end:]
+                if cut and chunk.size >= target:
                     chunks.append(chunk.close())
-                    chunk = _Chunk(work, rank, len(chunks), offset + cut)
-                chunk.write(run[cut:])
+                    chunk = _Chunk(work, rank, len(chunks), begin + cut)
                 tick(raw.tell() / max(file.size, 1), 0)
+            chunk.write(begun)
         except Damaged as error:
             where = f"{file.url}, byte {chunk.offset + chunk.size}"
             tally.skip(Skipped("damaged", where, str(error), max(0, file.size - stream.tell())))
@@ -128,7 +137,8 @@ def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
 def _cut(run: bytes, file: Input) -> int:
     """How many bytes of some whole lines may end a chunk: those up to the last end of a record; 0 if none ends there."""
     if file.format == "text" and file.documents == "blank":
-        return run.rfind(b"\n\n") + 2 if b"\n\n" in run else 0
+        upto = UP_TO_BLANK_LINE.match(run)
+        return upto.end() if upto else 0
     return len(run)
 
 

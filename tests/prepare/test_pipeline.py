@@ -8,6 +8,7 @@ import lzma
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,7 @@ def test_the_same_articles_give_the_same_ids_however_they_are_stored_and_cut(pre
     for number, text in enumerate(articles):
         (Path("folder") / f"{number:03d}.txt").write_text(text)
     Path("blank.txt").write_text("\n\n \n".join(articles))
+    Path("blank.txt.gz").write_bytes(gzip.compress("\n\n".join(articles).replace("\n", "\r\n").encode()))
     results = []
     for size, path, documents in (
         (10**6, "in.jsonl", "file"),
@@ -90,6 +92,7 @@ def test_the_same_articles_give_the_same_ids_however_they_are_stored_and_cut(pre
         (1500, "in.jsonl.zst", "file"),
         (2500, "folder", "file"),
         (2500, "blank.txt", "blank"),
+        (2500, "blank.txt.gz", "blank"),
     ):
         small_pieces(size)
         corpus = open_corpus(prepared(path, f"out{len(results)}", source={"documents": documents}))
@@ -278,6 +281,23 @@ def test_a_file_that_ends_early_counts_by_its_bytes(prepared):
     with pytest.raises(UserError, match="of the bytes") as caught:
         prepared("*.jsonl*", "other")
     assert "b.jsonl.gz" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [10**6, 2000])
+def test_a_document_in_which_a_packed_file_breaks_off_is_none(prepared, small_pieces, size):
+    """However large the file is: a large one is unpacked into chunks first."""
+    small_pieces(size)
+    articles = made_articles(200)
+    packed = gzip.compress("\n\n".join(articles).encode())
+    Path("in.txt.gz").write_bytes(packed[: len(packed) // 2])
+    corpus = open_corpus(
+        prepared("in.txt.gz", source={"documents": "blank"}, limits={"damaged": 1}, held_out={"valid": 0, "test": 0})
+    )
+    text = zlib.decompressobj(31).decompress(packed[: len(packed) // 2])
+    whole = text.split(b"\n\n")[:-1]
+    assert 50 < len(whole) == corpus.manifest["splits"]["train"]["documents"]
+    assert corpus.manifest["splits"]["train"]["bytes"] == sum(map(len, whole))
+    assert corpus.manifest["dropped"]["damaged"] == 1
 
 
 def test_a_compressed_bomb_is_skipped_before_it_is_unpacked_whole(prepared, small_pieces):

@@ -27,7 +27,7 @@ def read_parquet(piece: Piece, limit: int) -> Iterator[Found]:
     file = piece.file
     with open_raw(file.url) as raw:
         try:
-            table = pyarrow.parquet.ParquetFile(raw)
+            table = pyarrow.parquet.ParquetFile(raw, page_checksum_verification=True)
             names = list(table.schema_arrow.names)
         except _broken() as error:
             raw.seek(0)

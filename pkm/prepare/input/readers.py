@@ -105,14 +105,14 @@ def _json(line: bytes, column: str, where: str) -> Found:
 
 
 def _paragraphs(piece: Piece, limit: int) -> Iterator[Found]:
-    """Documents between blank lines. One belongs to the piece in which its first line begins."""
+    """Documents between blank lines. One belongs to the piece in which its first line begins; one that breaks off is none."""
     elsewhere = bool(piece.start) and not piece.chunk and not _follows_blank_line(piece)
     document: list[bytes] = []
     size, begin = 0, ""
     for inside, where, line in _lines(piece, limit):
         broken = isinstance(line, Skipped) and line.kind == "damaged"
         if broken or line == b"" or (isinstance(line, bytes) and not line.strip()):
-            if size:
+            if size and not broken:
                 yield _joined(document, size, begin, limit)
             document, size, elsewhere = [], 0, False
             if isinstance(line, Skipped):

@@ -71,10 +71,11 @@ def samples() -> dict[str, Sample]:
             whole = pack_of(b"".join(written))
             ends = [end for end, record in zip(_ends(written), written, strict=True) if _is_article(record)]
             found[f"{name} {pack}"] = Sample(f"in.warc{end}", whole, texts, ends, pack)
-    blank = [line + b"\n" for line in lines]
+    of_lines = [text.replace(" of ", "\nof ") for text in texts]
+    blank = [f"{text}\n\n".encode() for text in of_lines]
     for pack in ("plain", "gz", "two zst"):
         found[f"blank {pack}"] = Sample(
-            f"in.txt{ending(pack)}", PACKS[pack](b"".join(blank)), texts, _ends(blank), pack, "blank"
+            f"in.txt{ending(pack)}", PACKS[pack](b"".join(blank)), of_lines, _ends(blank), pack, "blank"
         )
         found[f"array {pack}"] = Sample(f"in.json{ending(pack)}", PACKS[pack](array), texts, closes, pack)
     return found

@@ -53,6 +53,19 @@ def test_a_broken_row_group_counts_as_all_its_rows(parquet, tmp_path: Path):
     assert read(tmp_path / "no.parquet")[0][0] == "damaged"
 
 
+def test_a_page_that_does_not_fit_its_checksum_is_damage_where_the_file_has_any(tmp_path: Path):
+    rows = pa.table({"text": [f"article {i}" for i in range(20)]})
+    for checksums in (True, False):
+        path = tmp_path / f"{checksums}.parquet"
+        stored = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+        pq.write_table(rows, path, row_group_size=10, write_page_checksum=checksums, **stored)
+        content = path.read_bytes()
+        path.write_bytes(content.replace(b"article 13", b"artifice 3", 1))
+    assert read(tmp_path / "False.parquet")[13] == "artifice 3"
+    (damage,) = read(tmp_path / "True.parquet")[10:]
+    assert damage[0] == "damaged" and "CRC" in damage[1]
+
+
 def test_a_name_of_a_column_that_is_not_utf_8_is_damage(parquet):
     """pyarrow reads the schema, and fails where the name is asked for in a row group."""
     content = parquet.read_bytes()

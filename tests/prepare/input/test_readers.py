@@ -220,6 +220,15 @@ def test_a_truncated_file_gives_what_comes_before_and_one_damage(tmp_path: Path)
     assert sum(isinstance(record, tuple) for record in found) <= 2
 
 
+def test_a_document_in_which_a_file_breaks_off_is_none(tmp_path: Path):
+    texts = [f"first line {i * i}\nsecond line {i * i * i}" for i in range(3000)]
+    packed = gzip.compress("\n\n".join(texts).encode())
+    (tmp_path / "in.txt.gz").write_bytes(packed[: len(packed) // 2])
+    *documents, clip = read(tmp_path / "in.txt.gz", documents="blank")
+    assert documents == texts[: len(documents)] and len(documents) > 1000
+    assert clip == ("damaged", "the file ends in the middle of its gz data")
+
+
 def test_files_are_found_by_path_folder_glob_and_list_and_none_twice(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b.txt", "a.txt", "sub/c.jsonl.gz", "sub/d.unknown", "_SUCCESS", ".hidden.txt", "sub/_part/e.txt"):
