@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel
 
-from pkm.config.renamed import with_new_names
+from pkm.config.renamed import at, with_new_names
 from pkm.config.schema_node import NULLS, SchemaNode, nearest
 from pkm.config.validate import Checked, check_tree
 from pkm.config.yaml_tree import Node, Place, Scalar, merge, parse
@@ -189,9 +189,7 @@ class _Reading:
         if node is None:
             self.complete = False
             return None
-        for part in reversed(parts):
-            node = Node({part: node}, place)
-        return with_new_names(node, self.keys, self.say, self.report)
+        return with_new_names(at(parts, node, place), self.keys, self.say, self.report)
 
     def in_lists(self, old: Node | None, new: Node, allowed: SchemaNode | None = None, key: str = "") -> Node:
         """An argument's tree, with `sources.0.path=x` as the list that is there with the one item changed."""
@@ -203,21 +201,18 @@ class _Reading:
             return self._in_list(old, int(name), child, allowed, key)
         section = allowed.section({}) or {}
         before = old.value if old is not None and isinstance(old.value, dict) else {}
-        inner = {
-            name: self.in_lists(
-                before.get(name), child, section.get(name, allowed.value(name)), f"{key}.{name}".lstrip(".")
-            )
-            for name, child in new.value.items()
-        }
+        inner = {}
+        for name, child in new.value.items():
+            here = section.get(name, allowed.value(name))
+            inner[name] = self.in_lists(before.get(name), child, here, f"{key}.{name}".lstrip("."))
         return Node(inner, new.place)
 
     def _in_list(self, old: Node | None, index: int, new: Node, allowed: SchemaNode, key: str) -> Node:
         items = list(old.value) if old is not None and isinstance(old.value, list) else []
         if index >= len(items):
             there = f"{key} has {len(items)} items, counted from 0" if items else f"{key} is given no list"
-            self.report(
-                new.place, UserError(f"there is no {key}.{index}: {there}", str(new.place), f"write {key}=[...]")
-            )
+            error = UserError(f"there is no {key}.{index}: {there}", str(new.place), f"write {key}=[...]")
+            self.report(new.place, error)
             return old or Node([], new.place)
         items[index] = merge(items[index], self.in_lists(items[index], new, allowed.item(index), f"{key}.{index}"))
         return Node(items, new.place)
@@ -320,5 +315,5 @@ def _where(places: dict[str, str], key: str, path: str) -> str:
 def _all(path: Path, errors: list[tuple[Place, UserError]], sources: list[str]) -> UserErrors:
     order = {source: rank for rank, source in enumerate(sources)}
     errors.sort(key=lambda entry: (order.get(entry[0].source, len(order)), entry[0].line))
-    number = "1 mistake" if len(errors) == 1 else f"{len(errors)} mistakes"
+    number = f"{len(errors)} mistake{'s' * (len(errors) > 1)}"
     return UserErrors(f"{number} in the settings of {path}", [error for _, error in errors])

@@ -52,7 +52,7 @@ def with_new_names(
             report(old.place, UserError(what, str(old.place), f"remove {renamed.old}"))
         say(f"{old.place}: {then} is now {now}")
         node = Node(Scalar(value, plain=True), old.place, old.overridden) if value else old
-        tree = merge(_without(tree, renamed.old.split(".")), _at(renamed.new.split("."), node, tree.place))
+        tree = merge(_without(tree, renamed.old.split(".")), at(renamed.new.split("."), node, tree.place))
     return tree
 
 
@@ -66,9 +66,8 @@ def with_old_names(settings: dict[str, Any]) -> dict[str, Any]:
         if name in here:
             value = here.pop(name)
             was = {now: then for then, now in renamed.values.items()}
-            here[renamed.old.rpartition(".")[2]] = was.get(
-                str(value).lower() if isinstance(value, bool) else value, value
-            )
+            text = str(value).lower() if isinstance(value, bool) else value
+            here[renamed.old.rpartition(".")[2]] = was.get(text, value)
     return settings
 
 
@@ -89,7 +88,8 @@ def _without(tree: Node, key: list[str]) -> Node:
     return Node(value, tree.place, tree.overridden)
 
 
-def _at(key: list[str], node: Node, place: Place) -> Node:
+def at(key: list[str], node: Node, place: Place) -> Node:
+    """A tree that holds `node` alone, at a dotted key."""
     for part in reversed(key):
         node = Node({part: node}, place)
     return node

@@ -111,7 +111,8 @@ class SchemaNode:
             if text in NULLS:
                 if "null" in kinds:
                     return None
-                raise Mismatch(_instead_of_null(self))
+                says_none = self.nearest_choice("null") == "none"
+                raise Mismatch("write none" if says_none else "give a value, or remove the key")
             if "boolean" in kinds and text.lower() in BOOLEANS:
                 return BOOLEANS[text.lower()]
             if "integer" in kinds and INTEGER.fullmatch(text) and len(text) < 1000:
@@ -160,7 +161,8 @@ BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"
 
 def _words(choice: dict[str, Any], allowed: SchemaNode) -> str:
     if constants := _constants(choice):
-        listed = ", ".join(_yaml_word(constant) for constant in constants)
+        words = {None: "null", True: "true", False: "false"}
+        listed = ", ".join(words.get(constant, str(constant)) for constant in constants)
         return listed if len(constants) == 1 else f"one of: {listed}"
     name = {
         "null": "null",
@@ -186,14 +188,6 @@ def _list_words(choice: dict[str, Any], allowed: SchemaNode) -> str:
     size = f"{least} values" if least and least == most else size
     item = SchemaNode(choice["prefixItems"][0] if fixed else choice.get("items", {}), allowed.definitions).words
     return f"a list of {size}, each {item}" if size else f"a list, each item {item}"
-
-
-def _yaml_word(constant: Any) -> str:
-    return {None: "null", True: "true", False: "false"}.get(constant, str(constant))
-
-
-def _instead_of_null(allowed: SchemaNode) -> str | None:
-    return "write none" if allowed.nearest_choice("null") == "none" else "give a value, or remove the key"
 
 
 def _trap(scalar: Scalar, kinds: frozenset[str]) -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from pkm.config.schema_node import Mismatch, SchemaNode, nearest
+from pkm.config.schema_node import NULLS, Mismatch, SchemaNode, nearest
 from pkm.config.yaml_tree import Node, Place, Scalar
 from pkm.errors import UserError
 
@@ -141,7 +141,7 @@ def found(node: Node) -> str:
         texts = [item.value.text for item in node.value if isinstance(item.value, Scalar)]
         return f"[{', '.join(texts)}]" if len(texts) == len(node.value) <= 8 else "a list"
     text, plain = " ".join(node.value.text.split()), node.value.plain
-    if plain and text in ("", "~", "null", "Null", "NULL"):
+    if plain and text in NULLS:
         return "nothing" if text == "" else "null"
     shown = text if len(text) <= 60 else text[:57] + "..."
     return shown if plain else f'"{shown}" (text, in quotes)'
@@ -169,9 +169,7 @@ def _explain(key: str, problem: Any, tree: Node, root: SchemaNode, path: str) ->
     if problem["type"] == "missing" and not reached:
         return place, UserError(f"{key} is missing", str(place), _how_to_add(key, allowed))
     if problem["type"] == "value_error":
-        return place, UserError(
-            f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"]), str(place)
-        )
+        return place, UserError(f"{key}: {problem['ctx']['error']}".removeprefix(": "), str(place))
     words = allowed.words
     if problem["type"] == "finite_number":
         words = words.replace("a number", "a finite number")

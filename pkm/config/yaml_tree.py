@@ -74,12 +74,8 @@ def parse(text: str, place: Callable[[int], Place], report: Report) -> Node | No
     try:
         return _Reading(place, report).node(root, place(root.start_mark.line))
     except _TooManyNodes as error:
-        report(
-            error.place,
-            UserError(
-                f"aliases in it unfold to more than {MOST_NODES:,} values", str(error.place), "write the values out"
-            ),
-        )
+        what = f"aliases in it unfold to more than {MOST_NODES:,} values"
+        report(error.place, UserError(what, str(error.place), "write the values out"))
         return None
 
 

@@ -137,9 +137,8 @@ def same(about: str, found: Found[dict[str, str]], advice: str) -> Finding:
             differing.append(f"{key} " + ", ".join(f"{value} on rank {named(who)}" for value, who in ranks.items()))
     if differing:
         return Finding(about, "fail", "; ".join(differing), advice)
-    return Finding(
-        about, "ok", ", ".join(f"{key} {value}" for key, value in found.results[0].items()) + ", on all ranks"
-    )
+    alike = ", ".join(f"{key} {value}" for key, value in found.results[0].items())
+    return Finding(about, "ok", f"{alike}, on all ranks")
 
 
 def same_run(resolved: Resolved[Config] | UserError) -> Iterator[Finding]:
@@ -169,9 +168,8 @@ def same_run(resolved: Resolved[Config] | UserError) -> Iterator[Finding]:
     if isinstance(resolved, UserError) and not read.results:
         raise resolved
     yield same("config", read, "start all ranks with the same file, in the same directory")
-    yield same(
-        "precision", gather_results(precision), "set device and precision instead of auto, or use nodes of one kind"
-    )
+    advice = "set device and precision instead of auto, or use nodes of one kind"
+    yield same("precision", gather_results(precision), advice)
     yield same("same corpus", gather_results(corpus), "put the corpus where all nodes see it")
     if isinstance(resolved, Resolved):
         yield from batch(resolved, dist.world_size())

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pkm.config.schema import Config, CorpusConfig, MemoryConfig, ModelConfig, OptimConfig
+from pkm.config.schema import Config, CorpusConfig, DenseOptim, MemoryConfig, ModelConfig, OptimConfig
 from pkm.doctor.finding import Finding
 
 SECONDS = 8.0
@@ -27,9 +27,7 @@ def self_test() -> Iterator[Finding]:
         corpus=CorpusConfig(path=Path(), context=32),
         model=ModelConfig(layers=2, dim=64, heads=4),
         memory=MemoryConfig(layers=(1,), sub_keys=16, heads=2, knn=4),
-        optim=OptimConfig.model_validate(
-            {"steps": STEPS, "batch_tokens": 512, "dense": {"lr": 3e-3, "warmup_steps": 20}}
-        ),
+        optim=OptimConfig(steps=STEPS, batch_tokens=512, dense=DenseOptim(lr=3e-3, warmup_steps=20)),
     )
     losses, device = _train(config, start + SECONDS)
     seconds = time.perf_counter() - start

@@ -52,10 +52,8 @@ def renames(folder: Path) -> Finding:
             return delays
         blind = [rank for rank, seconds in enumerate(delays) if seconds is None]
         if blind:
-            return Finding(
-                "shared files", "fail", f"rank {named(blind)} does not see what rank 0 wrote below {folder.parent}",
-                "put `runs` on a file system that all nodes share",
-            )  # fmt: skip
+            unseen = f"rank {named(blind)} does not see what rank 0 wrote below {folder.parent}"
+            return Finding("shared files", "fail", unseen, "put `runs` on a file system that all nodes share")
         slowest = max(slowest, *(seconds or 0.0 for seconds in delays))
     found = f"a rename by rank 0 below {folder.parent} is seen by all ranks within {slowest:.2f} s"
     if slowest > SLOW_SECONDS:

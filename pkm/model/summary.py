@@ -144,9 +144,8 @@ def print_plan(config: Config, ranks: int = 1) -> None:
     # A pipe has no width: 80 columns would break every remark.
     Console(width=None if sys.stdout.isatty() else 160).print(table(config, known or PAPER_VOCABULARY, ranks))
     if known is None:
-        print(
-            f"no corpus at {config.corpus.path} yet: counted with a vocabulary of {PAPER_VOCABULARY:,}, as in the paper"
-        )
+        how = f"counted with a vocabulary of {PAPER_VOCABULARY:,}, as in the paper"
+        print(f"no corpus at {config.corpus.path} yet: {how}")
 
 
 def kernels_line(config: Config) -> str:

@@ -30,20 +30,18 @@ def waiting(jobs: Sequence[Job], asked: launch.Job) -> list[Job]:
             continue
         if not trained:
             launch.check(asked, load(job.file, job.arguments))
-        if lock_holder(job.directory / "lock") is None and _submitted(job) not in queued:
+        submitted = (files.read_json(job.directory / "slurm.json") or {}).get("job")  # what it was last given to
+        if lock_holder(job.directory / "lock") is None and submitted not in queued:
             left.append(job)
     return left
 
 
 def script(jobs: Sequence[Job], asked: launch.Job, folder: Path, at_once: int | None) -> str:
     """The sbatch file of the array, whose logs go to `folder`."""
-    work = [
-        launch.Work(
-            f"{', '.join(job.cells)} seed {job.config.seed} -> {job.directory}", job.config,
-            (str(job.file), *job.arguments), job.trained, job.timed,
-        )
-        for job in jobs
-    ]  # fmt: skip
+    work = []
+    for job in jobs:
+        title = f"{', '.join(job.cells)} seed {job.config.seed} -> {job.directory}"
+        work.append(launch.Work(title, job.config, (str(job.file), *job.arguments), job.trained, job.timed))
     log = f"{launch.escaped(folder)}/%{'A_%a' if len(work) > 1 else 'j'}.log"
     return launch.script(asked, work, "reproduce", log, Path.cwd(), at_once)
 
@@ -57,11 +55,6 @@ def submit(jobs: Sequence[Job], asked: launch.Job, folder: Path, at_once: int | 
         name = f"{number}_{index}" if len(jobs) > 1 else number
         files.atomic_write(job.directory / "slurm.json", json.dumps({"job": name}) + "\n")
     return number
-
-
-def _submitted(job: Job) -> str | None:
-    """The job of the cluster that a run was last given to."""
-    return (files.read_json(job.directory / "slurm.json") or {}).get("job")
 
 
 def _queued() -> set[str]:

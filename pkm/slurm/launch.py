@@ -96,9 +96,7 @@ def check(job: Job, resolved: Resolved[Config]) -> list[str]:
     """
     wrong = list(_mistakes(job, resolved))
     if wrong:
-        raise UserErrors(
-            f"{len(wrong)} {'mistake' if len(wrong) == 1 else 'mistakes'} in what is asked of SLURM", wrong
-        )
+        raise UserErrors(f"{len(wrong)} mistake{'s' * (len(wrong) > 1)} in what is asked of SLURM", wrong)
     resolved.refuse(impossible_for(resolved.config, job.ranks))
     notes = list(_of_the_run(resolved.config))
     if vocab_size_of(resolved.config.corpus.path) is None:
@@ -134,10 +132,8 @@ def _mistakes(job: Job, resolved: Resolved[Config]) -> Iterator[UserError]:
     yield from _mistakes_in_time(job)
     device = resolved.config.device
     if device == "cpu" and job.gpus_per_node:
-        yield UserError(
-            f"device: cpu leaves {job.gpus_per_node} GPUs of every node idle", resolved.where("device"),
-            "ask for --gpus-per-node 0, or set device=auto",
-        )  # fmt: skip
+        what = f"device: cpu leaves {job.gpus_per_node} GPUs of every node idle"
+        yield UserError(what, resolved.where("device"), "ask for --gpus-per-node 0, or set device=auto")
     if device == "cuda" and not job.gpus_per_node:
         yield UserError("device: cuda, and no GPU is asked for", resolved.where("device"), "ask for --gpus-per-node")
     for name in ("mem", "partition", "account", "qos", "constraint", "job_name"):
@@ -164,9 +160,8 @@ def _mistakes_in_time(job: Job) -> Iterator[UserError]:
         least = f"at least {SHORTEST_MINUTES:g} minutes are needed"
         yield UserError(f"{limit:g} minutes are over before a run has begun: {least}", "--time", f"write {TIME}")
     elif job.margin is not None and not 1 <= job.margin < limit:
-        yield UserError(
-            f"{job.margin:g} minutes do not fit into {limit:g}", "--margin", "write at least 1 and less than --time"
-        )
+        what = f"{job.margin:g} minutes do not fit into {limit:g}"
+        yield UserError(what, "--margin", "write at least 1 and less than --time")
 
 
 def max_minutes(job: Job, config: Config) -> float:
@@ -224,20 +219,18 @@ def script(job: Job, work: Sequence[Work], name: str, log: str, directory: Path,
         cases = [f"{n}) work=({run}) ;; # {one.title}" for n, (run, one) in enumerate(zip(runs, work, strict=True))]
         what = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac", f'{turn} "${{work[@]}}"']
     more = f" and {len(work) - 1} more" if len(work) > 1 else ""
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            f"# {work[0].title}{more}, on {job.ranks} ranks. Submit it again with sbatch: it goes on where it was.",
-            "",
-            *(f"#SBATCH {option}" for option in (*asked, "--requeue", *job.sbatch)),
-            "",
-            f"cd {shlex.quote(str(directory))} || exit 2",
-            *job.setup,
-            *([f"source {shlex.quote(str(job.venv.absolute()))}/bin/activate"] if job.venv else []),
-            *what,
-            "",
-        ]
-    )
+    lines = [
+        "#!/bin/bash",
+        f"# {work[0].title}{more}, on {job.ranks} ranks. Submit it again with sbatch: it goes on where it was.",
+        "",
+        *(f"#SBATCH {option}" for option in (*asked, "--requeue", *job.sbatch)),
+        "",
+        f"cd {shlex.quote(str(directory))} || exit 2",
+        *job.setup,
+        *([f"source {shlex.quote(str(job.venv.absolute()))}/bin/activate"] if job.venv else []),
+        *what,
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _arguments(job: Job, work: Work) -> str:
@@ -252,10 +245,8 @@ def submit(path: Path) -> str:
     UserError without sbatch on this machine, or with what sbatch says against it. The file stays in both cases.
     """
     if shutil.which("sbatch") is None:
-        raise UserError(
-            "there is no sbatch on this machine, so nothing was submitted", str(path),
-            "the file is written: run `sbatch` on it where SLURM is",
-        )  # fmt: skip
+        what = "there is no sbatch on this machine, so nothing was submitted"
+        raise UserError(what, str(path), "the file is written: run `sbatch` on it where SLURM is")
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"

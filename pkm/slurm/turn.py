@@ -76,9 +76,8 @@ class Turn:
             return None
         self._remove_stop()  # of a job that was killed while it waited for the run to stop
         before = read_status(self.directory)
-        self.say(
-            f"{self.directory}, {self.ranks} ranks on each of {self.nodes} nodes, restart {self.restart} of this job"
-        )
+        where = f"{self.ranks} ranks on each of {self.nodes} nodes"
+        self.say(f"{self.directory}, {where}, restart {self.restart} of this job")
         if doctor:
             code = self._run(self._torchrun("doctor", ROOT / "scripts" / "doctor.py"))
             if code and not self.asked:
@@ -95,10 +94,8 @@ class Turn:
         if seems_measured(self.directory, trained):
             return 0
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
-        code = self._run(
-            ["python", str(ROOT / "scripts" / "speed.py"), *self.arguments],
-            **({"CUDA_VISIBLE_DEVICES": first} if first else {}),
-        )
+        gpu = {"CUDA_VISIBLE_DEVICES": first} if first else {}
+        code = self._run(["python", str(ROOT / "scripts" / "speed.py"), *self.arguments], **gpu)
         self._remove_stop()
         if self.asked:
             return self._requeue()
@@ -243,13 +240,8 @@ def main() -> int:
     add("config", help="a run's YAML file")
     add("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     add("--ranks", type=int, default=1, help="of each node (default: %(default)s)")
-    add(
-        "--grace",
-        type=float,
-        default=570,
-        metavar="SECONDS",
-        help="to save in, once told to stop (default: %(default)s)",
-    )
+    grace = "to save in, once told to stop (default: %(default)s)"
+    add("--grace", type=float, default=570, metavar="SECONDS", help=grace)
     add("--doctor", action="store_true", help="have scripts/doctor.py look at the ranks before they train")
     add("--train", action="store_true", help="train, until finished or told to stop")
     add("--speed", action="store_true", help="then measure words a second, on the first GPU")

@@ -61,19 +61,15 @@ class Codes:
             fields = [field for field in line.split(" ") if field]
             where = f"{path}:{number}"
             if len(fields) != 3 or not fields[2].isascii() or not fields[2].isdecimal():
-                raise UserError(
-                    f"expected `left right count`, found {line!r}"[:200],
-                    where=where,
-                    fix="give codes as fastBPE's learnbpe or `python -m pkm.text.bpe learn` writes them"
-                    " (files of subword-nmt have a version line and no counts)",
-                )
-            if fields[0] + fields[1] in made:
-                raise UserError(
-                    f"the piece {fields[0] + fields[1]!r} is made twice", where=where, fix="remove the line"
-                )
-            made.add(fields[0] + fields[1])
-            merges.append((fields[0], fields[1]))
-            counts.append(int(fields[2]))
+                fix = "give codes as fastBPE's learnbpe or `python -m pkm.text.bpe learn` writes them"
+                others = " (files of subword-nmt have a version line and no counts)"
+                raise UserError(f"expected `left right count`, found {line!r}"[:200], where, fix + others)
+            left, right, count = fields
+            if left + right in made:
+                raise UserError(f"the piece {left + right!r} is made twice", where, "remove the line")
+            made.add(left + right)
+            merges.append((left, right))
+            counts.append(int(count))
         if not merges:
             raise UserError("the codes are empty", where=str(path), fix="name a file of `left right count` lines")
         return cls(merges, counts)

@@ -19,18 +19,9 @@ _ENDS_ALNUM = re.compile(f"[{ALNUM}]\\Z")
 _QUOTES = re.compile("['\"\u201e\u201c`]+\\Z")
 _LOW_OR_HIGH_QUOTES = re.compile("[\u201e\u201c\u201d]+\\Z")
 _ENTITIES = (
-    ("&bar;", "|"),
-    ("&#124;", "|"),
-    ("&lt;", "<"),
-    ("&gt;", ">"),
-    ("&bra;", "["),
-    ("&ket;", "]"),
-    ("&quot;", '"'),
-    ("&apos;", "'"),
-    ("&#91;", "["),
-    ("&#93;", "]"),
-    ("&amp;", "&"),
-)
+    ("&bar;", "|"), ("&#124;", "|"), ("&lt;", "<"), ("&gt;", ">"), ("&bra;", "["), ("&ket;", "]"), ("&quot;", '"'),
+    ("&apos;", "'"), ("&#91;", "["), ("&#93;", "]"), ("&amp;", "&"),
+)  # fmt: skip
 
 
 def detokenize(line: str) -> str:

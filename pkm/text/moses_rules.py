@@ -42,15 +42,9 @@ _STARTS_LOWER = re.compile(f"[{LOWER}]")
 _STARTS_DIGIT = re.compile("[0-9]")
 _STOP_QUOTE_ENDS_LINE = re.compile(r"\.' ?\Z")
 _ESCAPES = (
-    ("&", "&amp;"),
-    ("|", "&#124;"),
-    ("<", "&lt;"),
-    (">", "&gt;"),
-    ("'", "&apos;"),
-    ('"', "&quot;"),
-    ("[", "&#91;"),
-    ("]", "&#93;"),
-)
+    ("&", "&amp;"), ("|", "&#124;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&apos;"), ('"', "&quot;"),
+    ("[", "&#91;"), ("]", "&#93;"),
+)  # fmt: skip
 
 
 def tokenize_line(line: str, escape: bool = False) -> str:

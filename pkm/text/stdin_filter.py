@@ -50,9 +50,7 @@ def _not_utf8(lines: list[bytes], number: int) -> UserError:
         try:
             line.decode("utf-8")
         except UnicodeDecodeError as error:
-            return UserError(
-                f"byte {error.start + 1} of the line, 0x{line[error.start]:02x}, is not UTF-8 ({error.reason})",
-                where=f"standard input:{number + offset}",
-                fix="convert the text to UTF-8 first, for example with iconv -f latin1 -t utf-8",
-            )
+            what = f"byte {error.start + 1} of the line, 0x{line[error.start]:02x}, is not UTF-8 ({error.reason})"
+            fix = "convert the text to UTF-8 first, for example with iconv -f latin1 -t utf-8"
+            return UserError(what, f"standard input:{number + offset}", fix)
     raise AssertionError("every line decodes")

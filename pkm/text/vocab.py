@@ -110,11 +110,8 @@ def read_counts(path: str | Path, taken: Iterable[str] = ()) -> dict[str, int]:
         fields = [field for field in line.split(" ") if field]
         where = f"{path}:{number}"
         if len(fields) != 2 or not (fields[1].isascii() and fields[1].isdecimal()):
-            raise UserError(
-                f"expected `piece count`, found {line[:100]!r}",
-                where=where,
-                fix="give a vocabulary as fastBPE's getvocab or `python -m pkm.text.bpe vocab` writes it",
-            )
+            fix = "give a vocabulary as fastBPE's getvocab or `python -m pkm.text.bpe vocab` writes it"
+            raise UserError(f"expected `piece count`, found {line[:100]!r}", where, fix)
         piece, count = fields
         if piece in counts or piece in taken:
             reason = "is the name of a special" if piece in taken else "is there already"
@@ -160,7 +157,5 @@ def encode_file(text: str) -> bytes:
 def _repeated(pieces: Sequence[str]) -> UserError:
     seen: set[str] = set()
     repeated = next(piece for piece in pieces if piece in seen or seen.add(piece))  # type: ignore[func-returns-value]
-    return UserError(
-        f"the piece {repeated!r} comes twice in the vocabulary, or has a special's name",
-        fix="give every piece once and specials names of their own",
-    )
+    what = f"the piece {repeated!r} comes twice in the vocabulary, or has a special's name"
+    return UserError(what, fix="give every piece once and specials names of their own")

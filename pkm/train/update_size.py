@@ -34,13 +34,11 @@ class UpdateSizes:
 
     def result(self) -> dict[str, float]:
         """rms of the update / rms of the weights before it, by group; `values` where there are tables and rows that moved."""
-        squares = {
-            name: torch.stack(
-                [_squares(p.detach(), before) for p, before in zip(now, self.dense_before[name], strict=True)]
-            )
-            for name, now in self.dense.items()
-            if now
-        }
+        squares = {}
+        for name, now in self.dense.items():
+            both = zip(now, self.dense_before[name], strict=True)
+            if now:
+                squares[name] = torch.stack([_squares(p.detach(), before) for p, before in both])
         if self.rows:
             values = torch.stack([_moved(now, before) for now, before in zip(self.rows, self.rows_before, strict=True)])
             squares["values"] = dist.all_reduce(values) if self.sharded else values
