@@ -13,7 +13,7 @@ from pkm.config.schema import MemoryConfig
 
 FP32 = 4
 INDEX = 4
-"""Bytes of a slot's number as it travels; the reference kernels' are twice that."""
+"""Bytes of a slot's index when it is sent; the reference kernels' indices are twice that."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class MemoryLayer(nn.Module):
         real = None if mask is None else mask.flatten()
         indices, weights = self.keys.select(self.query(tokens, real), self.knn)
         if self.record:
-            # Padding too: how many tokens are none would be a size that compiled code cannot know.
+            # Padding too: compiled code cannot have a size that depends on how many tokens are padding.
             self.selection = indices, weights.detach(), real
         if real is not None:
             padding = ~real.view(-1, 1, 1)

@@ -49,7 +49,7 @@ class ProductKeyMemory(MemoryLayer):
 
 
 def checked(settings: Mapping[str, Any]) -> MemoryConfig:
-    """A `memory:` section of these settings, wherever it stands; UserErrors with every mistake in them."""
+    """The settings as a `memory:` section; UserErrors with every mistake in them."""
     errors: Sequence[UserError]
     try:
         config = MemoryConfig.model_validate({"layers": (1,), **settings})

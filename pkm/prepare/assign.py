@@ -27,9 +27,9 @@ class Assignment(IntEnum):
 
 @dataclass
 class Decision:
-    """fates: (articles,) uint8 for every unit. documents and bytes by fate, over all units."""
+    """assignments: (articles,) uint8 for every unit. documents and bytes by assignment, over all units."""
 
-    fates: list[np.ndarray]
+    assignments: list[np.ndarray]
     documents: np.ndarray = field(default_factory=lambda: np.zeros(len(Assignment), np.int64))
     bytes: np.ndarray = field(default_factory=lambda: np.zeros(len(Assignment), np.int64))
 
@@ -39,7 +39,7 @@ class Decision:
 
 
 def decide(stems: Sequence[Path], valid: int, test: int, sample_bytes: int, keep_duplicates: bool) -> Decision:
-    """The fate of every spooled article.
+    """The assignment of every spooled article.
 
     Of articles with equal text the first in input order stands for all. In ascending order of hash, the first `valid`
     texts are the validation split, the next `test` the test split, and those that follow the sample, until it has
@@ -54,11 +54,11 @@ def decide(stems: Sequence[Path], valid: int, test: int, sample_bytes: int, keep
         unit, number, entries = _gather(indices, part, bits)
         order = np.lexsort((entries["low"], entries["high"]))
         entries, unit, number = entries[order], unit[order], number[order]
-        fates, ranked, sampled = _judge(entries, ranked, sampled, valid, test, sample_bytes, keep_duplicates)
+        assignments, ranked, sampled = _judge(entries, ranked, sampled, valid, test, sample_bytes, keep_duplicates)
         for u in np.unique(unit).tolist():
-            decision.fates[u][number[unit == u]] = fates[unit == u]
-        decision.documents += np.bincount(fates, minlength=len(Assignment))
-        decision.bytes += np.bincount(fates, entries["bytes"], minlength=len(Assignment)).astype(np.int64)
+            decision.assignments[u][number[unit == u]] = assignments[unit == u]
+        decision.documents += np.bincount(assignments, minlength=len(Assignment))
+        decision.bytes += np.bincount(assignments, entries["bytes"], minlength=len(Assignment)).astype(np.int64)
     return decision
 
 
@@ -76,15 +76,15 @@ def _gather(indices: list[np.ndarray], part: int, bits: int) -> tuple[np.ndarray
 def _judge(
     entries: np.ndarray, ranked: int, sampled: int, valid: int, test: int, sample_bytes: int, keep_duplicates: bool
 ) -> tuple[np.ndarray, int, int]:
-    """(fates of entries sorted by hash, texts met so far, bytes sampled so far)."""
+    """(assignments of entries sorted by hash, texts met so far, bytes sampled so far)."""
     new = np.ones(len(entries), bool)
     new[1:] = (entries["high"][1:] != entries["high"][:-1]) | (entries["low"][1:] != entries["low"][:-1])
     rank = ranked + np.cumsum(new) - 1
-    fates = np.full(len(entries), Assignment.TRAIN, np.uint8)
-    fates[rank < valid + test] = Assignment.TEST
-    fates[rank < valid] = Assignment.VALID
-    trained = fates == Assignment.TRAIN
+    assignments = np.full(len(entries), Assignment.TRAIN, np.uint8)
+    assignments[rank < valid + test] = Assignment.TEST
+    assignments[rank < valid] = Assignment.VALID
+    trained = assignments == Assignment.TRAIN
     before = sampled + np.cumsum(np.where(trained & new, entries["bytes"], 0).astype(np.int64))
-    fates[trained & new & (before - entries["bytes"] < sample_bytes)] = Assignment.SAMPLE
-    fates[~new & ~(trained & keep_duplicates)] = Assignment.DUPLICATE
-    return fates, ranked + int(new.sum()), int(before[-1]) if len(before) else sampled
+    assignments[trained & new & (before - entries["bytes"] < sample_bytes)] = Assignment.SAMPLE
+    assignments[~new & ~(trained & keep_duplicates)] = Assignment.DUPLICATE
+    return assignments, ranked + int(new.sum()), int(before[-1]) if len(before) else sampled

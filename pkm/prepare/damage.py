@@ -8,9 +8,9 @@ from typing import Any
 
 from pkm.errors import UserError
 
-# Before the end, only what is far beyond the limit stops a run, and only after this share of the input.
+# Before all is read, a preparation stops only after this share of the input and so far beyond the limit.
 EARLY_SHARE, EARLY_FACTOR = 0.05, 3.0
-# Where more than this is damaged, to pass it over is no advice: something else is wrong.
+# Where more than this is damaged, something else is wrong, and the error does not advise to raise the limit.
 MUCH = 0.2
 
 

@@ -37,7 +37,7 @@ SPOOL_SHARE, IDS_SHARE, CHUNK_SHARE = 0.36, 0.40, 0.36
 PLAIN_LINE_SECONDS = 30.0
 
 
-# A log is not a terminal: whatever reads it breaks its lines, or none does.
+# Lines of a log are not broken here: whatever shows the log may do that.
 LOG_COLUMNS = 10_000
 
 

@@ -90,7 +90,7 @@ def _in_a_thread(stage: Stage, ranks: list[int]) -> Future[None]:
 
 
 def _run_here(stage: Stage, ranks: list[int], workers: int, watch: Watch) -> None:
-    """Several workers are processes, which end when their end of a pipe is closed: by this process, or because it died."""
+    """Several workers are processes. Each ends when this process closes its end of a pipe, or dies, which closes it too."""
     context = get_context("spawn")
     theirs, ours = context.Pipe(duplex=False)
     log = _logs(stage) / "workers.log"
@@ -112,7 +112,7 @@ def _run_here(stage: Stage, ranks: list[int], workers: int, watch: Watch) -> Non
 
 
 def _begin(alive: Connection, log: Path) -> None:
-    """A worker begins: what it prints goes to a file, and Ctrl-C is its parent's to hear."""
+    """Set up a worker: what it prints goes to a file, and Ctrl-C is left to its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(log, "ab") as file:
         for stream in (sys.stdout, sys.stderr):

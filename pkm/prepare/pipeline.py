@@ -44,7 +44,7 @@ Show = Callable[[Stage, Progress], None]
 
 @dataclass
 class Outcome:
-    """What a preparation did, for those who look on: nothing of it goes into the corpus.
+    """What a preparation did, to be shown: nothing of it goes into the corpus.
 
     stages: by title, tasks, words, seconds and cpu_seconds (of all workers together), peak_kilobytes (of one worker).
     """
@@ -170,12 +170,12 @@ def _decide(config: PrepareConfig, damage: DamageLimit, work: Path, say: Callabl
         )
         fix = f"add text, or hold out fewer, for example held_out.valid={valid} held_out.test={test}"
         raise UserError(what, "held_out", fix)
-    for unit, fates in enumerate(decision.fates):
+    for unit, assignments in enumerate(decision.assignments):
         with explained(work):
-            np.save(work / "decide" / f"{unit:05d}.npy", fates)
+            np.save(work / "decide" / f"{unit:05d}.npy", assignments)
     fsync_tree(work / "decide")
-    both = zip(stems, decision.fates, strict=True)
-    trained = [int(spooled_index(stem)["bytes"][fates <= Assignment.SAMPLE].sum()) for stem, fates in both]
+    both = zip(stems, decision.assignments, strict=True)
+    trained = [int(spooled_index(stem)["bytes"][assignments <= Assignment.SAMPLE].sum()) for stem, assignments in both]
     atomic_write(work / "groups.json", json.dumps(_groups(trained)))
     say(
         f"{decision.distinct:,} different articles: {decision.documents[Assignment.VALID]:,} valid, "
@@ -240,8 +240,8 @@ def _assemble(
     shards: dict[str, list[Shard]] = {name: [] for name in SPLITS} | {"train": train}
     about, ids = tasks.load_held(work, len(train))
     ends = np.cumsum([0, *about["tokens"]])
-    for name, fate in (("valid", Assignment.VALID), ("test", Assignment.TEST)):
-        chosen = np.flatnonzero(about["fate"] == fate)
+    for name, assignment in (("valid", Assignment.VALID), ("test", Assignment.TEST)):
+        chosen = np.flatnonzero(about["fate"] == assignment)
         if not len(chosen):
             continue
         writer = ShardWriter(corpus, f"{name}-00000", vocab.size)
@@ -250,7 +250,7 @@ def _assemble(
             writer.end_document(int(about["words"][i]), int(about["bytes"][i]))
         shards[name] = [writer.close()]
     decided = map(np.load, (work / "decide").glob("*.npy"))
-    duplicates = sum(int((fates == Assignment.DUPLICATE).sum()) for fates in decided)
+    duplicates = sum(int((assignments == Assignment.DUPLICATE).sum()) for assignments in decided)
     dropped = Counter(damage.dropped) + Counter({"duplicate": duplicates})
     write_manifest(
         corpus,

@@ -33,7 +33,7 @@ class SpoolWriter:
         self.documents = self.bytes = 0
 
     def add(self, data: bytes, hashed: bytes | None = None) -> None:
-        """Keep an article's UTF-8. hashed: what articles that count as the same have in common, if not all of it."""
+        """Keep an article's UTF-8. hashed: the bytes by which duplicates are told, if not the article's own."""
         with explained(self._documents.path):
             self._stream.write(data)
         self._hashes.extend(content_hash(data if hashed is None else hashed))

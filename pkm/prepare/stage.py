@@ -67,7 +67,7 @@ class Tick:
             return
         self._next = now + TICK_SECONDS
         state = {"pid": os.getpid(), "share": min(share, 1.0), "words": words}
-        # Nobody is helped by a task that fails because it cannot say how far it is.
+        # A task must not fail only because it cannot say how far it is.
         with suppress(OSError):
             self._path.write_text(json.dumps(state))
 
@@ -115,7 +115,7 @@ class Monitor:
         self._left = set(range(len(stage.costs)))
 
     def look(self) -> Progress:
-        """How far the stage is. Raises what a task failed of."""
+        """How far the stage is. Raises the error of a task that failed."""
         raise_failure(self.stage)
         for rank in [rank for rank in self._left if self.stage.report(rank).exists()]:
             self._left.discard(rank)

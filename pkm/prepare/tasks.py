@@ -62,7 +62,7 @@ def load_config(work: Path) -> PrepareConfig:
 
 
 def save_units(work: Path, units: Iterable[list[Piece]]) -> None:
-    # ASCII, because names are bytes: those that are not UTF-8 come back as they were.
+    # ASCII, so that names of files that are not UTF-8 come back as they were.
     lines = (json.dumps([asdict(piece) for piece in unit]) for unit in units)
     atomic_write(work / "units.jsonl", "".join(f"{line}\n" for line in lines))
 
@@ -115,7 +115,7 @@ def unpack(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
             for offset, run in line_runs(stream, limit, block_bytes):
                 if run is None:
                     tally.skip(too_large(f"{file.url}, byte {offset}", limit))
-                    # A document that the line stood in the middle of ends here.
+                    # The document that this line was a part of ends here.
                     run = b"\n"
                 begin, run = offset - len(begun), begun + run
                 cut = _cut(run, file)
@@ -196,7 +196,7 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
 
 
 def _identity(text: str, tokenizer: Tokenizer) -> bytes:
-    """What two articles have in common that are the same to a model: what the tokenizer reads of them."""
+    """The bytes by which duplicates are told: what the tokenizer reads of an article."""
     from pkm.text.chunks import without_odd_spaces
     from pkm.text.normalize import normalize_xlm
 
@@ -217,12 +217,12 @@ def load_groups(work: Path) -> list[tuple[int, int, int]]:
     return json.loads((work / "groups.json").read_bytes())
 
 
-def _group(work: Path, rank: int, fates: Sequence[Assignment]) -> Iterator[tuple[str, int, np.void]]:
-    """(text, fate, index entry) of the articles of a group's units that have one of `fates`, in input order."""
+def _group(work: Path, rank: int, assignments: Sequence[Assignment]) -> Iterator[tuple[str, int, np.void]]:
+    """(text, assignment, index entry) of the articles of a group's units that have one of `assignments`, in input order."""
     first, last, _ = load_groups(work)[rank]
     for unit in range(first, last):
         decided = np.load(work / "decide" / f"{unit:05d}.npy")
-        wanted = np.isin(decided, fates)
+        wanted = np.isin(decided, assignments)
         if wanted.any():
             stem = work / "read" / f"{unit:05d}"
             index = spooled_index(stem)
@@ -262,11 +262,13 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     held: list[tuple[np.void, int, int, int, array]] = []
     total, done = load_groups(work)[rank][2], 0
     try:
-        for text, fate, entry in _group(work, rank, [fate for fate in Assignment if fate != Assignment.DUPLICATE]):
+        for text, assignment, entry in _group(
+            work, rank, [kind for kind in Assignment if kind != Assignment.DUPLICATE]
+        ):
             size = int(entry["bytes"])
-            if fate in (Assignment.VALID, Assignment.TEST):
+            if assignment in (Assignment.VALID, Assignment.TEST):
                 ids = array(writer.ids.typecode)
-                held.append((entry, fate, encoder.encode(text, ids), size, ids))
+                held.append((entry, assignment, encoder.encode(text, ids), size, ids))
             else:
                 writer.end_document(encoder.encode(text, writer.ids), size)
                 done += size
@@ -281,7 +283,7 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _encoder(learned: Path, content: str, specials: tuple[str, ...], tokenizer: Tokenizer) -> Encoder:
-    """The encoder; a worker keeps it, and what it remembers, from one task to the next. content: tells codes apart."""
+    """The encoder; a worker keeps it, and its caches, from one task to the next. content: hashes of codes and vocabulary."""
     from pkm.text.bpe import Codes
     from pkm.text.encode import Encoder
     from pkm.text.vocab import Vocab
@@ -290,13 +292,16 @@ def _encoder(learned: Path, content: str, specials: tuple[str, ...], tokenizer: 
     return Encoder(codes, vocab, **tokenizer.model_dump())
 
 
+# "fate" is the assignment, under the name of the version whose unfinished preparations are gone on with.
 HELD = np.dtype(
     [("high", "<u8"), ("low", "<u8"), ("fate", "u1"), ("words", "<i8"), ("bytes", "<i8"), ("tokens", "<i8")]
 )
 
 
 def _save_held(path: Path, held: list[tuple[np.void, int, int, int, array]], vocab_size: int) -> None:
-    rows = [(entry["high"], entry["low"], fate, words, size, len(ids)) for entry, fate, words, size, ids in held]
+    rows = [
+        (entry["high"], entry["low"], assignment, words, size, len(ids)) for entry, assignment, words, size, ids in held
+    ]
     ids = np.concatenate([np.frombuffer(h[4], h[4].typecode) for h in held if len(h[4])] or [np.empty(0)])
     file = NewFile(path)
     with explained(path):

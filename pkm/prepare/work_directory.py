@@ -1,4 +1,4 @@
-"""The working directory of a preparation: `<output>.preparing`. What of an earlier call still stands, and what is stale."""
+"""The working directory of a preparation: `<output>.preparing`. What an earlier call left in it is used again, unless it is stale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pkm.files import atomic_write, explained, sha256
 from pkm.prepare.input.sources import Input
 from pkm.prepare.settings import PrepareConfig
 
-# Raised when the same settings and files would give other bytes than before.
+# To be raised when the same settings and files give other bytes than before.
 VERSION = 2
 OUTPUTS = {
     "read": ("unpack", "unpack.json", "units.jsonl", "read", "logs/unpack", "logs/read"),
@@ -26,7 +26,7 @@ OUTPUTS = {
     "learn": ("count", "learn", "logs/count"),
     "encode": ("encode", "corpus", "logs/encode"),
 }
-"""Stages that stand or fall together, in order, and what they write."""
+"""Groups of stages that become stale together, in order, and what they write."""
 
 
 def working_path(final: Path) -> Path:
@@ -42,7 +42,7 @@ def working_directory(final: Path) -> Iterator[Path]:
         lock = open(work / "lock", "w")  # noqa: SIM115
     with lock:
         try:
-            # Not flock: children that outlive a killed preparation would hold on to that.
+            # Not flock: children of a killed preparation would still hold it.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise UserError("it is being prepared by another process", str(work), "wait for it, or stop it") from error
@@ -63,7 +63,7 @@ def listing(inputs: list[Input]) -> dict[str, Any]:
 
 
 def discard_stale(config: PrepareConfig, inputs: list[Input], work: Path, say: Callable[[str], None]) -> None:
-    """Remove what an earlier, unfinished call made from other settings or files; the rest is gone on with."""
+    """Remove what an earlier, unfinished call made from other settings or files; the rest is used again."""
     keys, file = _keys(config, inputs), work / "keys.json"
     then = json.loads(file.read_bytes()) if file.exists() else {}
     stale = [name for name in keys if then and then.get(name) != keys[name]]

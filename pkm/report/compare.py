@@ -36,7 +36,7 @@ class Measured:
     """After the point."""
     of: Callable[[Run], float | None]
     log: Callable[[Run], float | None] | None = None
-    """Of a perplexity its logarithm, which there is also where no number holds it."""
+    """The logarithm of a perplexity, which is known even where the perplexity is too large for a number."""
 
     def shown(self, run: Run) -> str:
         value, log = self.of(run), self.log(run) if self.log else None
@@ -46,7 +46,7 @@ class Measured:
 
 
 def _training_speed(run: Run) -> float | None:
-    # The first record counts what happens once: compilation, caches.
+    # Without the first record, which includes what happens once: compilation, filling of caches.
     found = [r["tokens_per_second"] for r in run.of_kind("train")[1:] if r.get("tokens_per_second")]
     return statistics.median(found) if found else None
 
@@ -113,7 +113,7 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def csv_text(runs: Sequence[Run]) -> str:
-    """The same with every digit, in names that a program reads."""
+    """The same table for programs: numbers are not rounded."""
     keys, text = differing(runs), io.StringIO()
     out = csv.writer(text, lineterminator="\n")
     numbers = [(column.name, column.of) for column in MEASURED]
@@ -170,7 +170,7 @@ def markdown(runs: Sequence[Run]) -> str:
 
 
 def plots(runs: Sequence[Run], over: Over) -> tuple[list[Plot], list[str]]:
-    """Training loss, validation perplexity and usage of all runs; and in words those that nothing is known of."""
+    """Training loss, validation perplexity and usage of all runs; and in words why others are not drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         return [], ["Plots are not drawn, since matplotlib is not installed: pip install 'pkm[report]'."]
     drawn: list[Plot] = []
@@ -245,7 +245,7 @@ def places_of(run: Run, over: Over) -> dict[int, float]:
 
 
 def html(runs: Sequence[Run], over: Over) -> str:
-    """A page in one file that asks for no other."""
+    """A page in one file that loads no other."""
     drawn, lacking = plots(runs, over)
     return render(
         "compare.html",

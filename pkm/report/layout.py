@@ -29,7 +29,7 @@ NONE, NO_MEMORY = "–", "no memory"
 
 @dataclass(frozen=True)
 class Label:
-    """A place on an axis: ours, and the paper's where a scale made it another."""
+    """A value on an axis: ours, and the paper's if the scale replaced it."""
 
     ours: str
     paper: str = ""
@@ -78,7 +78,7 @@ class Layout:
 
 
 def layout(result: GridResult) -> Layout:
-    """Rows and groups of columns as the grid asks, in its cells' order; a dense model stands in every group it has no say in."""
+    """Rows and groups of columns as the grid asks, in its cells' order; a dense model stands in every group of columns that vary only a memory."""
     settings = result.grid.settings
     rows: dict[tuple[Any, ...], Cell] = {}
     groups: dict[tuple[Any, ...], Cell] = {}
@@ -254,7 +254,7 @@ def speeds(result: GridResult) -> list[str]:
 
 
 def prose(text: str) -> str:
-    """As print has it: 512^2 with its exponent raised."""
+    """512^2 with its exponent raised, as in print."""
     return text.replace("^2", "²")
 
 

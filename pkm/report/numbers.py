@@ -41,7 +41,7 @@ class Numbers:
         return sum(values) / len(values)
 
     def cells(self, measure: Measure, places: Places) -> list[CellResult]:
-        """Those at `places` that are to have the measure."""
+        """The cells at `places` for which the measure is wanted."""
         trained = [cell for cell in self.result.cells if cell.cell.trained or measure == "kwords_per_s"]
         allowed = {key: value if isinstance(value, tuple) else (value,) for key, value in places.items()}
         return [cell for cell in trained if all(place(cell, key) in values for key, values in allowed.items())]
@@ -50,7 +50,7 @@ class Numbers:
         return [cell for cell in cells if self.of(cell, measure)]
 
     def missing(self, cells: Iterable[CellResult], measure: Measure) -> str:
-        """Names the cells that lack the measure, by state; the paper's gaps are not ours to name."""
+        """The cells that lack the measure, by state; nothing for the paper's numbers."""
         lacking: dict[str, list[str]] = {}
         for cell in cells:
             if not self.printed and not self.of(cell, measure):

@@ -22,7 +22,7 @@ from pkm.report.results import GridResult
 from pkm.report.tables import csv_table, escaped, grid_table, latex_table
 
 HERE = Path(__file__).parent
-# What says where and how often a run is written down, not what is run; the seed is the report's own.
+# Settings that change no result; and the seed, of which a report has several.
 NOT_SETTINGS = {"name", "runs", "seed", "log", "checkpoint", "max_minutes", "profile"}
 
 NOT_SET = "not set"
@@ -37,7 +37,7 @@ class Section:
     findings: tuple[Finding, ...]
     plots: tuple[Plot, ...]
     undrawn: tuple[str, ...]
-    """In words: the plots that would have nothing in them."""
+    """Why other plots are not drawn, in words."""
 
     @property
     def name(self) -> str:
@@ -97,7 +97,7 @@ def write_report(results: Sequence[GridResult], folder: Path) -> list[Path]:
 
 
 def section(result: GridResult, earlier: Sequence[Section] = ()) -> Section:
-    """Of one grid. Curves of runs that an earlier one has shown are not shown again."""
+    """The section of one grid. Training curves that an earlier section shows are not shown again."""
     same = next((one for one in earlier if trained(result) and trained(result) <= trained(one.result)), None)
     drawn, undrawn = plots(result, training=same is None)
     if same:
@@ -124,7 +124,7 @@ def markdown(one: Section) -> str:
 
 
 def html(sections: Sequence[Section]) -> str:
-    """report.html: everything in one file that asks for no other."""
+    """report.html: one file that loads no other."""
     results = [one.result for one in sections]
     same, mapped = settings(results)
     return render(
@@ -142,7 +142,7 @@ def html(sections: Sequence[Section]) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page in one file that asks for no other, of a template in this folder."""
+    """A page, in one file that loads no other, from a template in this folder."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -47,7 +47,7 @@ class Result:
         return statistics.fmean(memory[key] for memory in memories) if memories else None
 
     def beyond(self, measure: Measure) -> bool:
-        """Whether it is a perplexity that no number holds (pkm.format.LARGEST_PERPLEXITY)."""
+        """Whether it is a perplexity beyond pkm.format.LARGEST_PERPLEXITY."""
         scored = {"perplexity": "evaluation", "train_perplexity": "training"}.get(measure)
         found = self.report.get(scored) if self.report and scored else None
         return found is not None and found["perplexity"] is None
@@ -65,7 +65,7 @@ class CellResult:
     """One a seed."""
 
     def beyond(self, measure: Measure) -> bool:
-        """Whether a seed's is: then so is the mean, and no difference can be told."""
+        """Whether that of any seed is: then the mean is, too."""
         return any(run.beyond(measure) for run in self.runs)
 
     def values(self, measure: Measure) -> list[float]:

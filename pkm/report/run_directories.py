@@ -22,7 +22,7 @@ from pkm.run import metrics
 from pkm.run.status import is_interrupted, read_report, read_status
 
 IN_SHORT = ("memory.layers", "memory.count", "memory.sub_keys", "memory.slots")
-"""Settings that the short form of a memory, `memory`, says already."""
+"""Settings that the short form of a memory, `memory`, includes."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Run:
 
 
 def find(names: Sequence[str], root: Path) -> list[Path]:
-    """The run directories that are meant by paths, names below `root` or globs of either; a folder means all runs in it.
+    """The run directories that paths, names below `root`, or globs of either stand for; a folder stands for all runs in it.
 
     UserError for one that means none, with the nearest names there are.
     """
@@ -129,7 +129,7 @@ def read_run(directory: Path, label: str) -> Run:
 
 
 def read_settings(file: Path) -> dict[str, str]:
-    """Every setting, also those that its version of the schema did not know yet; as it stands, if today's refuses it."""
+    """Every setting, with today's defaults for those that the file lacks; as the file has them, if today's schema refuses it."""
     try:
         tree = load(file, (), Config, say=lambda line: None).config.model_dump(mode="json")
     except UserError:
@@ -157,7 +157,7 @@ def _in_short(memory: Mapping[str, Any]) -> str:
 
 
 def _corpus(directory: Path) -> str | None:
-    """Its newest checkpoint knows; before the first, the corpus itself does, if it is still there."""
+    """Fingerprint of the run's corpus: from the newest checkpoint, else from the corpus itself; None if both are missing."""
     manifests = sorted(directory.glob("checkpoints/step-*/manifest.json"), reverse=True)
     for manifest in manifests:
         fingerprint = ((read_json(manifest) or {}).get("record") or {}).get("corpus")

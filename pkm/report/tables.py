@@ -54,7 +54,7 @@ LATEX = {
 
 
 def latex(text: str) -> str:
-    """`text` with everything that LaTeX would take for more than text escaped."""
+    """`text` with every character escaped that means something to LaTeX."""
     return "".join(LATEX.get(c, c) for c in text)
 
 
@@ -105,7 +105,7 @@ def _latex(entry: Entry) -> str:
 
 
 def csv_rows(result: GridResult) -> list[dict[str, Any]]:
-    """One a cell, over its seeds; numbers are not rounded, and what there is not is empty."""
+    """A row for each cell, over its seeds; numbers are not rounded, missing ones are empty."""
     settings, rows = result.grid.settings, []
     axes = dict.fromkeys((*settings.rows, *settings.columns, *AXES))
     for one in result.cells:

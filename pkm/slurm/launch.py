@@ -1,7 +1,7 @@
 """Runs as jobs of a SLURM cluster: the sbatch file that starts one, or an array of them, checked beforehand, and its submission.
 
 The file only says what is asked of the cluster and what is to be run. How it is run (one torchrun a node, the signal
-before the end, the requeue) is turn.py's.
+before the end, the requeue) is in turn.py.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ failed, or told to stop in time, and then has the job requeued if there is more 
 
 How a run hears that it is to stop: when its time is nearly over SLURM tells this program alone (`--signal=B:USR1@...`), when it is
 preempted with time to save in the job's steps alone, and when it is cancelled both. torchrun would die of a signal, with a
-traceback, and kill its ranks after 30 seconds, saved or not. So it is started deaf; its ranks, which inherit that, listen as soon as
-they can save. What this program hears it passes on as a file STOP: all ranks see that at the same step, on any number of nodes, and
-have all of the grace to save in.
+traceback, and kill its ranks after 30 seconds, saved or not. So it is started with these signals ignored; its ranks inherit that, and
+handle them as soon as they can save. This program passes a signal on as a file STOP: all ranks see that at the same step, on any
+number of nodes, and have all of the grace to save in.
 """
 
 from __future__ import annotations

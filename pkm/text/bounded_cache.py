@@ -1,4 +1,4 @@
-"""A memory of results that cannot outgrow its bound."""
+"""A cache of results that cannot outgrow its bound."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 LONGEST = 64
-"""Keys of more characters are computed every time: they seldom come again, and the bound on entries is one on memory."""
+"""Longer keys are not cached: they seldom come again, and a bound on entries must be one on memory."""
 
 
 class BoundedCache(dict[str, Value]):
-    """`memory[key]` is compute(key), computed once for as long as the memory lasts.
+    """`cache[key]` is compute(key), computed once for as long as the entry is kept.
 
     Two generations of at most `capacity` / 2 entries each: when the young one is full it becomes the old one, and what
     is asked for again moves back. So entries in use stay, and at most `capacity` are held.

@@ -149,7 +149,7 @@ class Codes:
         return [symbol for symbol in symbols if symbol]
 
     def _split_until_known(self, symbol: str, final: bool, vocab: Container[str], kept: list[str]) -> None:
-        # A list of what is left to do: a piece may be made of more merges than functions may call each other.
+        # A list of what is left to do, not a function that calls itself: a piece may be made of thousands of merges.
         left_to_do = [(symbol, final)]
         while left_to_do:
             symbol, final = left_to_do.pop()
@@ -196,7 +196,7 @@ def apply(codes: Codes, text: str, vocab: Container[str] | None = None) -> str:
 
 
 def count_pieces(codes: Codes, words: Mapping[str, int], vocab: Container[str] | None = None) -> Counter[str]:
-    """Pieces of words that occur so often -> how often each piece occurs."""
+    """Counts of words -> how often each piece occurs."""
     counts: Counter[str] = Counter()
     for word, count in words.items():
         for piece in codes.pieces(word, vocab):
@@ -214,7 +214,7 @@ def count_words(texts: Iterable[str]) -> Counter[str]:
 
 
 class Applier:
-    """Codes applied to running text, remembering the pieces of at most `remember` words."""
+    """Codes applied to running text, with a cache of the pieces of at most `remember` words."""
 
     def __init__(self, codes: Codes, vocab: Container[str] | None = None, remember: int = 1_000_000):
         self._pieces = BoundedCache(lambda word: " ".join(codes.pieces(word, vocab)) if word else "", remember)

@@ -1,7 +1,7 @@
 """Raw text to ids and back: normalise, tokenize as Moses, split as fastBPE, look up.
 
-The way from a whitespace chunk to its ids is remembered (chunks.py says when that is exact), so that most of a text is
-a dictionary look-up a word.
+The ids of each whitespace chunk are cached (chunks.py says when that is exact), so that most of a text is one look-up
+in a dictionary a word.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pkm.text.vocab import CONTINUES, EOS_ID, UNK_ID, Vocab
 Backend = Literal["pkm", "sacremoses", "fastbpe"]
 
 _BYTES_REMEMBERED = 256
-"""Memory of a remembered chunk or word with its ids: 130 measured on English news, more for other scripts."""
+"""What a cached chunk or word takes with its ids: 130 bytes measured on English news, more for other scripts."""
 
 
 class Encoder:
@@ -98,7 +98,7 @@ class Encoder:
         return "".join(lines) + _readable(pieces)
 
     def remembered(self) -> int:
-        """Chunks and words held in memory now: at most what cache_megabytes allows."""
+        """Chunks and words in the caches now: at most what cache_megabytes allows."""
         return self._chunks.held() + self._words.held()
 
     def _piece_maker(self, backend: str) -> Callable[[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Moses' tokenizer for English, fast: `tokenizer.perl -l en`, byte for byte, with a memory of whitespace chunks.
+"""Moses' tokenizer for English, fast: `tokenizer.perl -l en`, byte for byte, with a cache of whitespace chunks.
 
 As a filter: python -m pkm.text.moses [--escape] [--normalize xlm] [--detokenize] < in > out
 """
@@ -24,7 +24,7 @@ __all__ = ["Normalization", "Tokenizer", "WordCounter", "detokenize", "tokenize"
 Normalization = Literal["xlm"] | None
 
 _MOST_CHARACTERS = 1 << 29
-"""Of text that WordCounter keeps chunks of at a time: bounds its memory for text in which chunks do not come again."""
+"""How much text WordCounter reads before it tokenizes: chunks that never come again must not fill the memory."""
 
 
 def tokenize(text: str, escape: bool = False, normalize: Normalization = None) -> str:
@@ -33,7 +33,7 @@ def tokenize(text: str, escape: bool = False, normalize: Normalization = None) -
 
 
 class Tokenizer:
-    """Text to tokens, remembering the tokens of at most `remember` chunks."""
+    """Text to tokens, with a cache of the tokens of at most `remember` chunks."""
 
     def __init__(self, escape: bool = False, normalize: Normalization = None, remember: int = 1_000_000):
         self._normalize = normalize

@@ -78,7 +78,7 @@ def split_marks(text: str) -> str:
 
     A rule's match takes the characters beside its mark with it, so of two marks in a row it may see one: no lookaround.
     """
-    # Replacements are functions: Python 3.11 takes a template with groups apart anew at every call.
+    # Replacements are functions, because Python 3.11 parses a template with groups anew at every call.
     text = split_symbols(text)
     if ".." in text:
         text = _DOTS.sub(lambda m: f" DOTMULTI{m[1]}", text)

@@ -89,7 +89,7 @@ def _quotes_and_dashes(text: str) -> str:
 def _drop_not_printing(text: str) -> str:
     """Code points of class C, other than newlines, -> spaces."""
     lines = text.split("\n")
-    # Python's own idea of printable is that of perl for ASCII alone.
+    # Python and perl agree on what is printable in ASCII only.
     return "\n".join(x if x.isascii() and x.isprintable() else _NOT_PRINTING.sub(" ", x) for x in lines)
 
 

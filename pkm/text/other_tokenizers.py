@@ -1,4 +1,4 @@
-"""Other people's tokenizers behind the encoder's calls, for those who compare."""
+"""Tokenizers of other projects, called as the encoder calls its own, to compare with."""
 
 from __future__ import annotations
 

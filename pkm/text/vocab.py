@@ -94,7 +94,7 @@ def may_be_a_piece(name: str, escape: bool) -> bool:
 
     name = name.removesuffix(CONTINUES)
     if escape:
-        # These come back with the entities: &apos;s is one token.
+        # With entities these may stand inside a token: &apos;s is one.
         name = name.translate(dict.fromkeys(map(ord, "&#;")))
     return len(split_symbols(name).split()) <= 1
 

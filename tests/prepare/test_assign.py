@@ -14,7 +14,7 @@ from pkm.prepare.spool import SpoolWriter, content_hash, spooled
 
 
 def plainly(units: list[list[bytes]], valid: int, test: int, sample: int, keep: bool) -> list[list[Assignment]]:
-    """The fates by definition: texts in ascending order of their hashes."""
+    """The assignments by definition: texts in ascending order of their hashes."""
     flat = [text for unit in units for text in unit]
     ranked = sorted(set(flat), key=content_hash)
     held = {text: Assignment.VALID if i < valid else Assignment.TEST for i, text in enumerate(ranked[: valid + test])}
@@ -23,15 +23,15 @@ def plainly(units: list[list[bytes]], valid: int, test: int, sample: int, keep: 
         if total < sample:
             chosen.add(text)
             total += len(text)
-    fates, seen = [], set()
+    assignments, seen = [], set()
     for text in flat:
         if text in seen:
-            fates.append(Assignment.TRAIN if keep and text not in held else Assignment.DUPLICATE)
+            assignments.append(Assignment.TRAIN if keep and text not in held else Assignment.DUPLICATE)
         else:
-            fates.append(held.get(text, Assignment.SAMPLE if text in chosen else Assignment.TRAIN))
+            assignments.append(held.get(text, Assignment.SAMPLE if text in chosen else Assignment.TRAIN))
         seen.add(text)
     ends = np.cumsum([len(unit) for unit in units]).tolist()
-    return [fates[end - len(unit) : end] for unit, end in zip(units, ends, strict=True)]
+    return [assignments[end - len(unit) : end] for unit, end in zip(units, ends, strict=True)]
 
 
 def spool(path: Path, units: list[list[bytes]]) -> list[Path]:
@@ -65,9 +65,9 @@ def test_fates_are_those_of_the_definition_however_many_are_sorted_at_a_time(
     finally:
         module.AT_ONCE = before
     expected = plainly(units, valid, test, sample, keep)
-    assert [fates.tolist() for fates in decision.fates] == expected
-    flat = [fate for fates in expected for fate in fates]
-    assert decision.documents.tolist() == [flat.count(fate) for fate in Assignment]
+    assert [assignments.tolist() for assignments in decision.assignments] == expected
+    flat = [assignment for assignments in expected for assignment in assignments]
+    assert decision.documents.tolist() == [flat.count(assignment) for assignment in Assignment]
     assert decision.bytes.sum() == sum(len(text) for unit in units for text in unit)
 
 
