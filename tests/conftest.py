@@ -29,6 +29,7 @@ from pkm.train.parallel import apply_parallelism
 from pkm.train.state import restore
 from tests.support import fake_slurm
 from tests.support.tiny import random_corpus, tiny_config
+from tests.support.train_server import Server
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -51,6 +52,14 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def tiny_corpus_path(tmp_path_factory):
     return random_corpus(tmp_path_factory.mktemp("prepared") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    """The one server that all tests have their real runs from."""
+    server = Server(tmp_path_factory.mktemp("jobs"))
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,7 +5,7 @@ import pytest
 
 from tests.resume.runs import Runs
 from tests.support.tiny import random_corpus
-from tests.support.train_server import Server, warm  # noqa: F401
+from tests.support.train_server import Server
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +14,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runs(warm: Server, corpus: Path, tmp_path: Path) -> Runs:  # noqa: F811
+def runs(warm: Server, corpus: Path, tmp_path: Path) -> Runs:
     """Runs of this test alone, on a copy of the corpus that it may spoil."""
     shutil.copytree(corpus, tmp_path / "corpus")
     return Runs(warm, tmp_path, tmp_path / "corpus")

@@ -8,12 +8,12 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.prepare.conftest import content, made_articles, write_jsonl
 
 ROOT = Path(__file__).parents[2]
+KILLED_AT = ROOT / "tests/support/killed_at"
 # The shipped program, with pieces and shards so small that there is much to be killed in the middle of.
 PROGRAM = f"""
 import os, runpy, sys, threading
@@ -59,28 +59,23 @@ def test_a_preparation_killed_at_random_moments_goes_on_and_ends_identical(tmp_p
     write_jsonl(tmp_path / "plain.jsonl", made_articles(200))
     packed = write_jsonl(tmp_path / "packed.jsonl", made_articles(200, seed=1) + made_articles(20)).read_bytes()
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(packed))
-    began = time.monotonic()
-    assert start(tmp_path, "whole").wait() == 0, (tmp_path / "whole.log").read_text()
-    seconds = time.monotonic() - began
-    seed = time.time_ns()
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    kills = 0
-    for attempt in range(60):
-        process = start(tmp_path, "killed")
-        try:
-            # The later kills wait longer, so that the test ends; on a machine that became slow it must end too.
-            patient = kills >= 15 or time.monotonic() - began > 120
-            wait = None if patient else rng.uniform(0.1, 0.3 + 0.02 * attempt) * seconds
-            assert process.wait(wait) == 0
+    changes = tmp_path / "changes"
+    counted = {"PYTHONPATH": f"{KILLED_AT}{os.pathsep}{ROOT}", "CHANGES": str(changes)}
+    assert start(tmp_path, "whole", CHANGES_BELOW=str(tmp_path / "prepared"), **counted).wait() == 0, (
+        tmp_path / "whole.log"
+    ).read_text()
+    in_all, rng, kills = changes.stat().st_size, random.Random(20190712), 0
+    while True:
+        changes.unlink()
+        # All processes at once, or the first alone: its workers are then left behind and have to notice.
+        first_alone = {"KILL_ONLY_FIRST": "1"} if kills % 2 else {}
+        at = str(rng.randint(1, in_all // 3))
+        process = start(tmp_path, "killed", CHANGES_BELOW=str(tmp_path / "prepared"), KILL_AT=at, **counted, **first_alone)
+        if process.wait() == 0:
             break
-        except subprocess.TimeoutExpired:
-            # All processes at once, or the first alone: its workers are then left behind and have to notice.
-            os.killpg(process.pid, signal.SIGKILL) if rng.random() < 0.6 else process.kill()
-            process.wait()
-            kills += 1
-    assert process.returncode == 0, (tmp_path / "killed.log").read_text()
-    print(f"killed {kills} times")
+        assert process.returncode == -signal.SIGKILL, (tmp_path / "killed.log").read_text()
+        kills += 1
+    assert kills >= 5
     whole, killed = content(tmp_path / "prepared/whole"), content(tmp_path / "prepared/killed")
     killed["manifest.json"] = killed["manifest.json"].replace(b'"killed"', b'"whole"')
     assert killed == whole

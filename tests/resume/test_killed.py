@@ -31,7 +31,7 @@ def test_another_seed_gives_another_run(runs):
     assert runs.outcome("other")["checkpoints"] != runs.outcome("whole")["checkpoints"]
 
 
-@pytest.mark.parametrize("save", [1, 3], ids=["first", "third"])  # the third is the first after which one goes
+@pytest.mark.parametrize("save", [1, 5], ids=["first", "later"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_run_killed_at_a_named_point_of_a_save_ends_bit_identical(runs, point, save):
     name = f"{point.replace(':', '-')}-{save}"
@@ -47,26 +47,16 @@ def test_a_run_killed_at_a_named_point_of_a_save_ends_bit_identical(runs, point,
 
 
 def test_a_run_killed_at_random_moments_ends_bit_identical_each_time(runs):
-    generator = random.Random(1)
-    killed, found = 0, []
-    for attempt in range(100):
+    generator, found = random.Random(1), set()
+    for attempt in range(20):
         name = f"random-{attempt}"
-        job = runs.start(name)
-        runs.moment(job, generator)
-        job.kill()
-        code = job.wait().code
-        if code == 0:
-            continue
-        assert code == -signal.SIGKILL
-        killed += 1
-        found.append(runs.checkpoints(name).steps())
+        killed = runs.run(name, **runs.moment(generator))
+        assert killed.code == -signal.SIGKILL, killed.err
+        found.add(tuple(runs.checkpoints(name).steps()))
         resumed = runs.run(name)
         assert resumed.code == 0, resumed.err
         assert runs.outcome(name) == runs.outcome("whole")
-        if killed == 20:
-            break
-    assert killed >= 20
-    assert len({tuple(steps) for steps in found}) > 3, "the moments were all alike"
+    assert len(found) > 3, "the moments were all alike"
 
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical(runs):

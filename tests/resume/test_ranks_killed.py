@@ -88,21 +88,12 @@ def test_a_report_counts_the_values_of_all_ranks(runs, whole):
 def test_a_random_rank_killed_at_random_moments_ends_bit_identical_each_time(runs, whole, settings):
     expected, label = whole(2, *settings[:1]), len(settings)
     generator = random.Random(label)
-    killed = 0
-    for attempt in range(40):
-        name = f"random-ranks-{label}-{attempt}"
-        ranks = runs.start_ranks(2, name, *settings)
-        runs.moment(ranks.jobs[0], generator)
-        generator.choice(ranks.jobs).kill()
-        ended = ranks.wait()
-        if -signal.SIGKILL not in [end.code for end in ended]:
-            continue
-        killed += 1
+    for attempt in range(6):
+        name, rank = f"random-ranks-{label}-{attempt}", generator.randrange(2)
+        ended = runs.run_ranks(2, name, *settings, on={rank: runs.moment(generator)})
+        assert ended[rank].code == -signal.SIGKILL, ended[rank].err
         runs.finish(2, name, *settings)
         assert runs.outcome(name) == expected
-        if killed == 6:
-            break
-    assert killed == 6
 
 
 def test_saves_in_the_background_change_nothing_in_the_run(runs, whole):

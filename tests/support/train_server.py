@@ -19,13 +19,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.support.fork import without_root
 
@@ -144,7 +141,8 @@ class Server:
         when           {"kind": "train", "step": 9, "signals": ["SIGTERM"], "touch": path}: once that record is written,
                        the process gets these signals and that file is made; with {"said": text} instead of a step,
                        once that was said (every rank says it, rank 0 aloud); with "raises": text it fails with that,
-                       with "held": true it waits in C from then on, as for a GPU
+                       with "held": true it waits in C from then on, as for a GPU; with "dies_after": 9 it is killed at its
+                       ninth call of a function, or return from one, after that record, or after its start with step 0
         nan            number of a step in which this process finds a loss that is no number
         clock_runs_backwards
         file_size      most bytes a file may have
@@ -177,13 +175,6 @@ class Server:
     def close(self) -> None:
         self.process.stdin.close()  # type: ignore[union-attr]
         self.process.wait()
-
-
-@pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("jobs"))
-    yield server
-    server.close()
 
 
 def _serve() -> None:
@@ -248,6 +239,7 @@ def _arrange(
     touch: str | None = None,
     raises: str | None = None,
     held: bool = False,
+    dies_after: int | None = None,
 ) -> None:
     from pkm.run.metrics import Metrics
     from pkm.run.run import Run
@@ -261,6 +253,8 @@ def _arrange(
             ctypes.CDLL(None).sleep(1000)
         if raises is not None:
             raise RuntimeError(raises)
+        if dies_after is not None:
+            _die_after(dies_after)
 
     write, say = Metrics.write, Run.say
 
@@ -274,7 +268,21 @@ def _arrange(
         if said is not None and said in line:
             act()
 
+    if dies_after is not None and step == 0:
+        return _die_after(dies_after)
     Metrics.write, Run.say = write_and_act, say_and_act  # type: ignore[method-assign]
+
+
+def _die_after(calls: int) -> None:
+    """A moment that is the same each time, however fast the machine; of all threads together."""
+    left = itertools.count(calls - 1, -1)
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.setprofile(look)
+    sys.setprofile(look)
 
 
 def _spoil_loss(step: int) -> None:

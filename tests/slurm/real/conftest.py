@@ -6,7 +6,7 @@ import pytest
 from tests.resume.runs import Runs
 from tests.slurm.real.cluster import RealCluster, missing
 from tests.support.tiny import random_corpus
-from tests.support.train_server import Server, warm  # noqa: F401
+from tests.support.train_server import Server
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +19,6 @@ def slurm():
 
 
 @pytest.fixture(scope="session")
-def runs(slurm: RealCluster, warm: Server, tmp_path_factory: pytest.TempPathFactory) -> Runs:  # noqa: F811
+def runs(slurm: RealCluster, warm: Server, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("runs")
     return Runs(warm, root, random_corpus(root / "corpus"))
