@@ -70,7 +70,9 @@ def test_a_preparation_killed_at_random_moments_goes_on_and_ends_identical(tmp_p
         # All processes at once, or the first alone: its workers are then left behind and have to notice.
         first_alone = {"KILL_ONLY_FIRST": "1"} if kills % 2 else {}
         at = str(rng.randint(1, in_all // 3))
-        process = start(tmp_path, "killed", CHANGES_BELOW=str(tmp_path / "prepared"), KILL_AT=at, **counted, **first_alone)
+        process = start(
+            tmp_path, "killed", CHANGES_BELOW=str(tmp_path / "prepared"), KILL_AT=at, **counted, **first_alone
+        )
         if process.wait() == 0:
             break
         assert process.returncode == -signal.SIGKILL, (tmp_path / "killed.log").read_text()

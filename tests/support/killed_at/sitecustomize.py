@@ -25,7 +25,7 @@ def changes(event: str, arguments: tuple[Any, ...]) -> bool:
 
 
 def look(event: str, arguments: tuple[Any, ...]) -> None:
-    if event != "open" and not event.startswith("os.") or not changes(event, arguments):
+    if (event != "open" and not event.startswith("os.")) or not changes(event, arguments):
         return
     descriptor = os.open(CHANGES, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
