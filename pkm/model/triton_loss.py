@@ -50,6 +50,16 @@ def capped(x, cap):
 
 
 @triton.jit
+def block_of_logits(logits, bias, at, W, cap, CAPPED: tl.constexpr, EVICTION: tl.constexpr):
+    """With their bias, fp32, capped if they are to be; -inf beyond the row's end."""
+    x = tl.load(logits + at, mask=at < W, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    x += tl.load(bias + at, mask=at < W, other=float("-inf"))
+    if CAPPED:
+        x = capped(x, cap)
+    return x
+
+
+@triton.jit
 def cross_entropy_kernel(
     logits, bias, targets, losses, W, cap, z, IGNORE: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr,
     GRADIENTS: tl.constexpr,
@@ -70,10 +80,7 @@ def cross_entropy_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, W, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + at, mask=at < W, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        x += tl.load(bias + at, mask=at < W, other=float("-inf"))
-        if CAPPED:
-            x = capped(x, cap)
+        x = block_of_logits(logits, bias, at, W, cap, CAPPED, "evict_last")
         larger = tl.maximum(largest, x)
         # -inf less -inf is no number: nothing is added for no word, and nothing rescaled while there is none.
         before = tl.where(largest == larger, 1.0, tl.exp(largest - larger))
@@ -87,10 +94,7 @@ def cross_entropy_kernel(
     if GRADIENTS:
         for start in range(0, W, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            x = tl.load(logits + at, mask=at < W, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            x += tl.load(bias + at, mask=at < W, other=float("-inf"))
-            if CAPPED:
-                x = capped(x, cap)
+            x = block_of_logits(logits, bias, at, W, cap, CAPPED, "evict_first")
             error = tl.exp(x - normaliser) * (1.0 + 2.0 * z * normaliser) - tl.where(at == target, 1.0, 0.0)
             if CAPPED:
                 error *= tl.where(x == float("-inf"), 0.0, 1.0 - (x / cap) * (x / cap))
