@@ -22,6 +22,7 @@ from pkm.model.cost import PAPER_VOCABULARY, flops, parameters, training_bytes
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 WIDEST = 8192
+MOST_TOKENS = 10**18
 
 
 def number(text: str, option: str) -> int:
@@ -39,7 +40,8 @@ def proposed(base: Path, wanted: int, tokens: str, overrides: Sequence[str] = ()
     UserError where no width comes near, or the tokens are no number.
     """
     config = load(base, overrides).config
-    vocab_size, context = vocab_size_of(config.corpus.path) or PAPER_VOCABULARY, config.corpus.context
+    known, context = vocab_size_of(config.corpus.path), config.corpus.context
+    vocab_size = known or PAPER_VOCABULARY
     dim, heads, layers = min(
         _shapes(), key=lambda shape: abs(parameters(_shaped(config, *shape), vocab_size).dense - wanted)
     )
@@ -48,9 +50,14 @@ def proposed(base: Path, wanted: int, tokens: str, overrides: Sequence[str] = ()
         what = (
             f"the nearest model has {amount(dense)}: with a vocabulary of {vocab_size:,} and widths from 32 to {WIDEST}"
         )
-        raise UserError(what, "--parameters", "ask for another size, or prepare a corpus with another vocabulary")
+        prepare = (
+            "a corpus with another vocabulary" if known else f"{config.corpus.path}, whose vocabulary is not known yet"
+        )
+        raise UserError(what, "--parameters", f"ask for another size, or prepare {prepare}")
     ratio = re.fullmatch(r"(\d+(?:\.\d+)?)x", tokens)
     total = round(float(ratio[1]) * dense) if ratio else number(tokens, "--tokens")
+    if not 0 < total < MOST_TOKENS:
+        raise UserError(f"a run cannot learn from {amount(total)} tokens", "--tokens", "write for example 400M or 20x")
     batch = context * 2 ** max(0, round(math.log2(max(0.58 * total**0.571 / context, 1))))
     steps = max(1, round(total / batch))
     settings = [f"model.layers={layers}", f"model.dim={dim}", f"model.heads={heads}"]

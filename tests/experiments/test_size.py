@@ -59,6 +59,23 @@ def test_a_size_that_the_vocabulary_alone_exceeds_is_refused() -> None:
         proposed(MODERN, 1_000_000, "20x", ["corpus.path=prepared/none"])
 
 
+def test_it_says_that_the_corpus_is_not_prepared_if_it_is_not(tiny_corpus_path: Path) -> None:
+    for path, fix in (
+        ("prepared/none", "prepare prepared/none, whose"),
+        (tiny_corpus_path, "prepare a corpus with another"),
+    ):
+        with pytest.raises(UserError) as refused:
+            proposed(MODERN, 100, "20x", [f"corpus.path={path}"])
+        assert fix in refused.value.fix
+
+
+@pytest.mark.parametrize("tokens", ["0x", "0.0000001x", f"1{'0' * 30}x"])
+def test_tokens_from_which_nothing_can_be_learned_are_refused(tiny_corpus_path: Path, tokens: str) -> None:
+    with pytest.raises(UserError, match="a run cannot learn from") as refused:
+        proposed(MODERN, 1_000_000, tokens, [f"corpus.path={tiny_corpus_path}"])
+    assert refused.value.where == "--tokens"
+
+
 def test_the_script_writes_a_config_that_loads_and_never_over_another(tiny_corpus_path: Path, tmp_path: Path) -> None:
     out = tmp_path / "my.yaml"
     command = [
