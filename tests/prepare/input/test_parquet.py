@@ -15,6 +15,7 @@ from pkm.prepare.input.readers import read_piece
 from pkm.prepare.input.records import Skipped
 from pkm.prepare.input.sources import Piece, pieces_of
 from tests.support.reading import LIMIT, inputs, read
+from tests.support.written import PARQUET
 
 
 @pytest.fixture
@@ -84,17 +85,7 @@ def test_a_parquet_column_that_is_not_there_or_holds_no_text_is_named(parquet, t
         read(tmp_path / "n.parquet")
 
 
-TYPES = {
-    "string": pa.string(),
-    "large_string": pa.large_string(),
-    "string_view": pa.string_view(),
-    "binary": pa.binary(),
-    "large_binary": pa.large_binary(),
-    "binary_view": pa.binary_view(),
-    "dictionary": pa.dictionary(pa.int32(), pa.string()),
-    "dictionary_of_large": pa.dictionary(pa.int8(), pa.large_string()),
-    "json": pa.json_(),
-}
+TYPES = PARQUET | {"dictionary_of_int8": pa.dictionary(pa.int8(), pa.large_string()), "json": pa.json_()}
 
 
 @pytest.mark.parametrize("kind", TYPES)
