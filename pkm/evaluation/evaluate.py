@@ -87,7 +87,7 @@ def evaluate(
     the tokens scored here, over the whole pass, in float64 (paper 4.2).
     """
     word_ends = corpus.vocab.word_ends
-    meters, of_experts = usage_meters(model)
+    usage = UsageMeters(model)
     nll, tokens, words, unknown = 0.0, 0, 0, 0
     with _inference(model), recording(model):
         for inputs, targets, *apart in _batches(split, config, documents):
@@ -99,16 +99,9 @@ def evaluate(
             words += int(word_ends[targets[scored]].sum())
             unknown += int((targets[scored] == UNK_ID).sum())
             # Never padding: what follows it is not scored.
-            reads = torch.from_numpy(scored).flatten().to(compute.device)
-            for layer, memory in model.memories():
-                indices, weights, _ = memory.selection
-                meters[layer].update(indices, weights, reads)
-            for layer, experts in model.experts():
-                indices, weights, _ = experts.selection
-                of_experts[layer].update(indices, weights, reads)
+            usage.update(torch.from_numpy(scored).flatten().to(compute.device))
     nll, tokens, words, unknown = _sum_over_ranks(nll, tokens, words, unknown)
-    for meter in (*meters.values(), *of_experts.values()):
-        meter.sum_over_ranks()
+    usage.sum_over_ranks()
     if not math.isfinite(nll):
         fix = "use precision fp32 or bf16; if it stays so, go back to an earlier checkpoint"
         raise UserError(f"the model's loss on the {split.name} split is {nll}", fix=fix)
@@ -131,10 +124,10 @@ def evaluate(
         word_loss=nll / max(words, 1),
         word_perplexity=_exp(nll / max(words, 1)),
         bits_per_byte=nll / math.log(2) / split.bytes if withheld is None else None,
-        memories={layer: meter.result() for layer, meter in meters.items()},
+        memories={layer: meter.result() for layer, meter in usage.memories.items()},
         unknown_share=unknown / tokens,
         bits_per_byte_withheld=withheld,
-        experts={layer: meter.result() for layer, meter in of_experts.items()},
+        experts={layer: meter.result() for layer, meter in usage.experts.items()},
     )
 
 
@@ -235,10 +228,25 @@ def recording(model: Transformer, active: bool = True) -> Iterator[None]:
             one.record = False
 
 
-def usage_meters(model: Transformer) -> tuple[dict[int, UsageMeter], dict[int, UsageMeter]]:
-    """By layer: of each memory, and of each mixture of experts."""
-    memories = {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
-    return memories, {layer: UsageMeter(experts.count, 1) for layer, experts in model.experts()}
+class UsageMeters:
+    """By layer, what each memory reads and each mixture of experts chooses, while `recording`."""
+
+    def __init__(self, model: Transformer):
+        self.model = model
+        self.memories = {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
+        self.experts = {layer: UsageMeter(experts.count, 1) for layer, experts in model.experts()}
+
+    def update(self, counts: Tensor | None = None) -> None:
+        """Take in the last forward pass; counts (N,) bool: which of its tokens, None = those that are not padding."""
+        for meters, parts in ((self.memories, self.model.memories()), (self.experts, self.model.experts())):
+            for layer, part in parts:
+                indices, weights, real = part.selection
+                meters[layer].update(indices, weights, real if counts is None else counts)
+
+    def sum_over_ranks(self) -> None:
+        """As a meter's."""
+        for meter in (*self.memories.values(), *self.experts.values()):
+            meter.sum_over_ranks()
 
 
 def _forward(model: Transformer, compute: Compute, *batch: Any) -> Tensor:

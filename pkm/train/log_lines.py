@@ -64,12 +64,13 @@ def log(
         "memories": {},
         "experts": {},
     }
-    for layer, meter in taken.meters.items():
-        usage, share = meter.result(), model.memory(layer).output_share()
-        record["memories"][str(layer)] = {"usage": usage.percent, "kl": usage.kl, "output_share": share}
-    for layer, meter in taken.experts.items():
-        usage = meter.result()
-        record["experts"][str(layer)] = {"usage": usage.percent, "kl": usage.kl}
+    if taken.usage is not None:
+        for layer, meter in taken.usage.memories.items():
+            usage, share = meter.result(), model.memory(layer).output_share()
+            record["memories"][str(layer)] = {"usage": usage.percent, "kl": usage.kl, "output_share": share}
+        for layer, meter in taken.usage.experts.items():
+            usage = meter.result()
+            record["experts"][str(layer)] = {"usage": usage.percent, "kl": usage.kl}
     speed = {"tokens_per_second": clock.tokens_per_second(), "peak_memory_bytes": peak_memory(compute.device)}
     if peak := compute.peak_flops():
         work = flops(run.config, corpus.vocab.size).training

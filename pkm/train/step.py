@@ -11,8 +11,7 @@ from torch import nn
 from pkm.config.schema import Config
 from pkm.device import Compute
 from pkm.distributed import dist
-from pkm.evaluation.evaluate import recording, usage_meters
-from pkm.memory.usage import UsageMeter
+from pkm.evaluation.evaluate import UsageMeters, recording
 from pkm.model.transformer import Transformer
 from pkm.run.run import Run
 from pkm.train.optim import LossScale, Optimizers
@@ -31,10 +30,8 @@ class Step:
     """Of the gradient of each group that is clipped by itself."""
     finite: bool
     """Whether loss and gradient were; else the step moved nothing."""
-    meters: dict[int, UsageMeter] = field(default_factory=dict)
-    """What each layer with a memory read, in steps that are measured."""
-    experts: dict[int, UsageMeter] = field(default_factory=dict)
-    """What each layer with a mixture of experts chose, in steps that are measured."""
+    usage: UsageMeters | None = None
+    """What memories read and mixtures of experts chose, in steps that are measured."""
     update_sizes: dict[str, float] = field(default_factory=dict)
     """rms of each group's update over rms of its weights, in steps that are measured."""
 
@@ -56,7 +53,7 @@ def take_step(
         sizes = optim.update_sizes() if measures else None
         optim.clear()
         optim.begin(step)
-        loss, meters, of_experts = backward(config, compute, module, model, batch, scale.value, measures)
+        loss, usage = backward(config, compute, module, model, batch, scale.value, measures)
         optim.sum_over_ranks()
         if scale.active:
             optim.scale_gradients(1 / scale.value)
@@ -69,20 +66,19 @@ def take_step(
         run.say(f"step {step} skipped: loss {loss}, gradient norms {norms}")
         put_back(model, buffers)
         return Step(loss, norms, finite)
-    return Step(loss, norms, finite, meters, of_experts, sizes.result() if sizes else {})
+    return Step(loss, norms, finite, usage, sizes.result() if sizes else {})
 
 
 def backward(
     config: Config, compute: Compute, module: nn.Module, model: Transformer, batch: Batch, scale: float, measures: bool
-) -> tuple[float, dict[int, UsageMeter], dict[int, UsageMeter]]:
+) -> tuple[float, UsageMeters | None]:
     """Add the gradient of `scale` times the global batch's mean loss to `.grad`, a micro-batch at a time.
 
-    Returns the global batch's mean loss, nats per token, and by layer a meter for each memory and each mixture of experts (none
-    without `measures`).
+    Returns the global batch's mean loss, nats per token, and with `measures` what was read and chosen.
     """
     windows = len(batch[0])
     size = config.optim.micro_batch or windows
-    meters, of_experts = usage_meters(model) if measures else ({}, {})
+    usage = UsageMeters(model) if measures else None
     total = torch.zeros((), device=compute.device)
     for first in range(0, windows, size):
         ids, wanted, *documents = (p[first : first + size].to(compute.device, non_blocking=True) for p in batch)
@@ -91,14 +87,12 @@ def backward(
             loss = module(ids, wanted, None, *documents) / config.optim.batch_tokens
             (loss * scaling(model, loss.detach(), scale)).backward()
         total += loss.detach()
-        for layer, meter in meters.items():
-            meter.update(*model.memory(layer).selection)
-        for layer, experts in model.experts() if measures else ():
-            of_experts[layer].update(*experts.selection)
-    for meter in (*meters.values(), *of_experts.values()):
-        meter.sum_over_ranks()
+        if usage is not None:
+            usage.update()
+    if usage is not None:
+        usage.sum_over_ranks()
     average_statistics(model)
-    return float(dist.all_reduce(total)), meters, of_experts
+    return float(dist.all_reduce(total)), usage
 
 
 def scaling(model: Transformer, loss: torch.Tensor, scale: float) -> float | torch.Tensor:
