@@ -72,7 +72,8 @@ def main() -> int:
             if state.step == config.optim.steps:
                 with run.stops_in_report(state.step):
                     report(run, compute, corpus, model, stop)
-                    run.status("finished", state.step, "all steps done, report written")
+                    reported = "report written" if corpus.test else "no report: the corpus has no test split"
+                    run.status("finished", state.step, f"all steps done, {reported}")
     dist.stop()
     return 0
 

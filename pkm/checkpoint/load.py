@@ -111,7 +111,8 @@ def _find(kept: Retention, which: int | str | Path) -> Path:
     if which == "best":
         step = kept.best()
         if step is None:
-            raise UserError("no checkpoint was marked best", where=str(kept.root), fix="load the latest one")
+            what = "no checkpoint is the best one: the run has not been scored on a validation split"
+            raise UserError(what, str(kept.root), "ask for the newest: --checkpoint latest")
         which = step
     if isinstance(which, int) or (isinstance(which, str) and which.isdigit()):
         directory = kept.directory(int(which))

@@ -196,6 +196,20 @@ def impossible(config: Config) -> list[Mistake]:
     return found
 
 
+def cut_short(config: Config) -> str:
+    """What to say of groups whose warm-up the run does not live to see the end of; "" if there are none."""
+    steps, names = config.optim.steps, ["dense", "embeddings"] + (["addressing", "values"] if config.memory else [])
+    longer = {name: config.optim.group(name).warmup_steps for name in names}
+    longer = {name: warmup for name, warmup in longer.items() if warmup > steps}
+    if not longer:
+        return ""
+    reached = ", ".join(f"{name} {100 * steps / warmup:.0f} % of it" for name, warmup in longer.items())
+    return (
+        f"warning: the run ends after {steps:,} steps, within the warm-up, and rates never reach their peak: {reached}; "
+        "set optim.steps higher, or warmup_steps lower"
+    )
+
+
 def impossible_for(config: Config, ranks: int) -> list[Mistake]:
     """As `impossible`, for what depends on the number of processes that torchrun started."""
     found = []

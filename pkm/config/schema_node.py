@@ -21,6 +21,16 @@ BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, 
 INTEGER = re.compile(r"[-+]?(0|[1-9]\d*|[1-9]\d{0,2}(_\d{3})+)")
 NUMBER = re.compile(r"[-+]?((0|[1-9]\d*|[1-9]\d{0,2}(_\d{3})+)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 NOT_FINITE = re.compile(r"[-+]?\.?(inf|Inf|INF|nan|NaN|NAN)")
+# What choices are called elsewhere.
+USUAL_NAMES = {
+    "gpu": "cuda",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "single": "fp32",
+}
 KINDS = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 KIND_OF = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
 
@@ -130,7 +140,8 @@ class SchemaNode:
         words = [word for choice in self.choices for word in _constants(choice) if isinstance(word, str)]
         if "none" in words and text.lower() in ("off", "no", "false", "null", "~", ""):
             return "none"
-        return nearest(text, words)
+        usual = USUAL_NAMES.get(text.lower())
+        return usual if usual in words else nearest(text, words)
 
 
 def nearest(word: str, words: list[str], cutoff: float = 0.6) -> str | None:

@@ -113,13 +113,10 @@ class Estimator:
         )
 
     def corpus(self, config: Config) -> Corpus | None:
-        """The prepared corpus of a config; None as long as there is none."""
+        """The prepared corpus of a config; None as long as there is none. UserError for one that a run would refuse."""
         path = config.corpus.path
         if path not in self._corpora:
-            try:
-                self._corpora[path] = open_corpus(path)
-            except UserError:
-                self._corpora[path] = None
+            self._corpora[path] = open_corpus(path) if (path / "manifest.json").exists() else None
         return self._corpora[path]
 
     def vocabulary(self, config: Config) -> int:

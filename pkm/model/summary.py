@@ -7,6 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from pkm.config.rules import cut_short
 from pkm.config.schema import Config
 from pkm.corpus.store import vocab_size_of
 from pkm.errors import UserError
@@ -146,6 +147,8 @@ def print_plan(config: Config, ranks: int = 1) -> None:
     if known is None:
         how = f"counted with a vocabulary of {PAPER_VOCABULARY:,}, as in the paper"
         print(f"no corpus at {config.corpus.path} yet: {how}")
+    if short := cut_short(config):
+        print(short)
 
 
 def kernels_line(config: Config) -> str:

@@ -58,12 +58,16 @@ class Section:
         return prose(self.result.grid.settings.about)
 
     @property
-    def finished(self) -> int:
-        """Cells that lack nothing."""
-        return sum(
-            all(run.state == "finished" or (run.speed and not one.cell.trained) for run in one.runs)
+    def finished(self) -> str:
+        """`3 of 14 cells`; and where some of a cell's seeds lack, `17 of 42 runs`."""
+        of_cells = [
+            [run.state == "finished" or bool(run.speed and not one.cell.trained) for run in one.runs]
             for one in self.result.cells
-        )
+        ]
+        done, runs = sum(map(all, of_cells)), [run for runs in of_cells for run in runs]
+        text = f"{done} of {len(of_cells)} cell{'s' * (len(of_cells) != 1)}"
+        partly = any(any(runs) and not all(runs) for runs in of_cells)
+        return f"{text}, {sum(runs)} of {len(runs)} runs" if partly else text
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pkm.checkpoint.shards import total_bytes
+from pkm.config.rules import cut_short
 from pkm.config.schema import Config
 from pkm.corpus.batches import TrainingBatches
 from pkm.corpus.store import Corpus
@@ -42,6 +43,8 @@ def train(
     model.train()
     run.status("running", state.step)
     run.say(start_line(model, compute, corpus, state.step))
+    if short := cut_short(config):
+        run.say(short)
     if dist.world_size() > 1:
         warm_up_ddp(config, compute, module, model, batches.take(state.step + 1))
 

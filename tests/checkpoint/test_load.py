@@ -70,7 +70,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
     assert holds(checkpoints.load(checkpoints.directory(1)), 1)
     with pytest.raises(UserError, match=r"step-0000007.*\n.*1, 2"):
         checkpoints.load(7)
-    with pytest.raises(UserError, match="no checkpoint was marked best"):
+    with pytest.raises(UserError, match="no checkpoint is the best one"):
         checkpoints.load("best")
     (tmp_path / "nothing").mkdir()
     with pytest.raises(UserError, match=f"{MANIFEST} is missing"):

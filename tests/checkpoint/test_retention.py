@@ -62,7 +62,7 @@ def test_a_damaged_best_is_forgotten_by_a_run_that_went_back_before_it(tmp_path)
     flip(checkpoints.directory(3) / SHARD, -1)
     assert holds(warnings_of(tmp_path)[0], 1)
     saved(tmp_path, 2)
-    with pytest.raises(UserError, match="no checkpoint was marked best"):
+    with pytest.raises(UserError, match="no checkpoint is the best one"):
         checkpoints.load("best")
 
 

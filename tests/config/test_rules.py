@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pkm.config.rules import IMPOSSIBLE, impossible, impossible_for
+from pkm.config.rules import IMPOSSIBLE, cut_short, impossible, impossible_for
 from pkm.config.schema import Config, MemoryConfig, load
 from pkm.errors import UserErrors
 from tests.support.tiny import MEMORY, MINIMAL, loaded, merged
@@ -65,6 +65,19 @@ def test_the_line_to_blame_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserErrors) as caught:
         loaded(tmp_path, MINIMAL + "memory:\n  layers: [5]\n  sub_keys: 64\n  knn: 100\n")
     assert caught.value.errors[0].where == f"{tmp_path}/c.yaml:8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optim.steps=1000", "optim.dense.warmup_steps=1000", "optim.values.warmup_steps=0"], None),
+        (["optim.steps=1000", "optim.dense.warmup_steps=4000", "optim.values.warmup_steps=0"], "dense 25 % of it"),
+        (["optim.steps=1000", "optim.dense.warmup_steps=0", "optim.values.warmup_steps=2000"], "values 50 % of it"),
+    ],
+)
+def test_a_run_that_ends_within_a_warm_up_is_told_so(tmp_path: Path, overrides: list[str], said: str | None) -> None:
+    told = cut_short(loaded(tmp_path, MINIMAL + MEMORY, *overrides))
+    assert said in told if said else told == ""
 
 
 def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path: Path) -> None:

@@ -258,3 +258,14 @@ class TestNumbers:
         with pytest.raises(UserErrors, match="in fp32"):
             loaded(tmp_path, MINIMAL, setting)
         assert loaded(tmp_path, MINIMAL, "optim.dense.weight_decay=0").optim.dense.weight_decay == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [("device=gpu", "cuda"), ("precision=float16", "fp16"), ("precision=half", "fp16"), ("precision=bfloat16", "bf16")],
+)
+def test_what_other_programs_call_a_choice_is_known(tmp_path: Path, setting: str, meant: str) -> None:
+    (tmp_path / "c.yaml").write_text(MINIMAL)
+    with pytest.raises(UserErrors) as caught:
+        load(tmp_path / "c.yaml", [setting])
+    assert caught.value.errors[0].fix == f"did you mean {meant}?"

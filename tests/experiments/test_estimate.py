@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pkm.corpus.store import open_corpus
+from pkm.errors import UserError
 from pkm.experiments import estimate
 from pkm.experiments.estimate import Estimate, Estimator, total
 from pkm.experiments.jobs import Job
@@ -94,3 +95,13 @@ def test_a_matrix_product_is_timed_on_this_machine() -> None:
 )  # fmt: skip
 def test_times_are_read_at_a_glance(seconds: float, text: str) -> None:
     assert roughly(seconds) == text
+
+
+def test_a_corpus_that_a_run_would_refuse_is_refused_before_anything_is_planned(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "manifest.json").write_text("{")
+    damaged, none = (tiny_config(corpus={"path": str(path)}) for path in (broken, tmp_path / "none"))
+    with pytest.raises(UserError, match="the manifest is damaged"):
+        Estimator().corpus(damaged)
+    assert Estimator().corpus(none) is None, "what is not prepared yet may be planned with"

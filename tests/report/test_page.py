@@ -149,6 +149,12 @@ class TestThePage:
         assert "12 of 13 cells" in words and "0 of 14 cells" in words
         assert "not run: every cell" in words
 
+    def test_says_how_many_runs_there_are_where_some_seeds_of_a_cell_lack(self, tmp_path: Path) -> None:
+        table2 = grid("table2", tmp_path / "runs", "cpu")
+        write_all(table2)
+        pages = write_report([read_results(table2, [1, 2, 3])], tmp_path / "report")
+        assert "0 of 13 cells, 13 of 39 runs" in " ".join(parsed(pages[0]).text.split())
+
     def test_says_what_the_scale_replaced_and_what_all_cells_share(self, html: Page) -> None:
         words = " ".join(html.text.split())
         assert re.search(r"memory\.sub_keys.*128 → 32.*1024 → 256", words)
