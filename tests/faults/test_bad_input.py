@@ -7,6 +7,8 @@ import shutil
 import pytest
 
 from pkm.corpus.store import Shard, write_manifest
+from pkm.errors import UserError
+from pkm.inference.trained import load_trained
 from pkm.text.vocab import Vocab
 from tests.support.fork import small_disk
 from tests.support.tiny import random_corpus
@@ -70,6 +72,18 @@ def respelled(corpus, **splits):
 def test_an_empty_corpus_is_named(runs):
     respelled(runs.corpus, train=[])
     refused(runs.run("run"), str(runs.corpus), "train")
+
+
+def test_a_run_without_validation_and_test_text_says_so_and_how_its_model_is_found(runs):
+    respelled(runs.corpus, valid=[], test=[])
+    ended = runs.run("run")
+    assert ended.code == 0, ended.err
+    status = json.loads((runs.directory("run") / "status.json").read_text())
+    assert status["reason"] == "all steps done, no report: the corpus has no test split"
+    with pytest.raises(UserError, match="not been scored on a validation split") as refusal:
+        load_trained(runs.directory("run"))
+    assert "--checkpoint latest" in refusal.value.fix
+    assert load_trained(runs.directory("run"), "latest").step == 24
 
 
 def test_a_corpus_shorter_than_one_context_is_named_with_both_lengths(runs):
