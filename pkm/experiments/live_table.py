@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -32,7 +33,7 @@ class LiveTable:
         self.console = console or Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self.tasks: Sequence[Task] = ()
         self.workers = 1
-        self.note = ""
+        self.notes: deque[str] = deque()
         """Said at the next tick: for a signal's handler, which may come in the middle of anything."""
         self._live: Live | None = None
         self._begun = self._last = 0.0
@@ -82,9 +83,8 @@ class LiveTable:
         self.say(f"{self._number(task)} {speed.get('words_per_second', 0):,.0f} words/s ({speed.get('device')})")
 
     def tick(self) -> None:
-        if self.note:
-            self.say(self.note)
-            self.note = ""
+        while self.notes:
+            self.say(self.notes.popleft())
         now = time.monotonic()
         if now - self._last < (REFRESH_SECONDS if self._live else OVERALL_SECONDS):
             return

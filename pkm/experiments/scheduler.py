@@ -159,7 +159,7 @@ class Scheduler:
             self._signals += 1
             self.stopped_by = signal.Signals(number).name
             first = f"{self.stopped_by}: every run saves, then stops; a second one kills them"
-            self.board.note = first if self._signals == 1 else "killing the runs"
+            self.board.notes.append(first if self._signals == 1 else "killing the runs")
 
         previous = {number: signal.signal(number, hear) for number in SIGNALS}
         try:

@@ -124,6 +124,21 @@ def test_a_second_signal_at_whatever_moment_kills_the_runs(grids: Grids, monkeyp
     assert sent and pool.tasks[0].state == "stopped"
 
 
+def test_what_a_second_signal_says_is_not_lost_while_the_first_is_said(
+    grids: Grids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LiveTable.say
+
+    def say(board: LiveTable, *args) -> None:
+        real(board, *args)
+        if args[0].startswith("SIGTERM"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(LiveTable, "say", say)
+    _, said = grids.run(grids.jobs("table3"), {"layer1-": "deaf"}, at_once=1)
+    assert "killing the runs" in said
+
+
 def test_a_run_that_another_process_is_at_work_on_is_left_to_it(grids: Grids) -> None:
     jobs = grids.jobs("table3")
     jobs[0].directory.mkdir(parents=True)
