@@ -135,7 +135,7 @@ def test_what_a_second_signal_says_is_not_lost_while_the_first_is_said(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(LiveTable, "say", say)
-    _, said = grids.run(grids.jobs("table3"), {"layer1-": "deaf"}, at_once=1)
+    _, said = grids.run(grids.jobs("table3"), {"layer1-": "wait"}, at_once=1)
     assert "killing the runs" in said
 
 
