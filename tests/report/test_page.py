@@ -158,7 +158,7 @@ class TestThePage:
     def test_says_what_the_scale_replaced_and_what_all_cells_share(self, html: Page) -> None:
         words = " ".join(html.text.split())
         assert re.search(r"memory\.sub_keys.*128 → 32.*1024 → 256", words)
-        assert re.search(r"model\.dim 512 → 128, 1024 → 128, 1600 → 192", words)
+        assert re.search(r"model\.dim 512 → 32, 1024 → 32, 1600 → 48", words)
         assert "memory.heads 4" in words
         assert "checkpoint.every_steps" not in words
 
