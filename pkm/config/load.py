@@ -92,9 +92,12 @@ def dump(config: BaseModel) -> str:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config's tree as one level: from dotted keys to values; a section that is null is a key too."""
+    """A config's tree as one level: from dotted keys to values; a section that is null is a key too, and sections of a list are
+    numbered from 0, as arguments have it."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            value = {str(index): item for index, item in enumerate(value)}
         found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
@@ -192,13 +195,22 @@ class _Reading:
         return with_new_names(at(parts, node, place), self.keys, self.say, self.report)
 
     def in_lists(self, old: Node | None, new: Node, allowed: SchemaNode | None = None, key: str = "") -> Node:
-        """An argument's tree, with `sources.0.path=x` as the list that is there with the one item changed."""
+        """An argument's tree, with `sources.0.path=x` as the list that is there with the one item changed.
+
+        Where a section or a list of sections may stand, and a list does, `memory.knn=8` changes every one of them.
+        """
         if not isinstance(new.value, dict):
             return new
         allowed = allowed or self.allowed
         (name, child), *more = new.value.items()
-        if name.isdecimal() and not more and "array" in allowed.kinds and "object" not in allowed.kinds:
+        is_list = old is not None and isinstance(old.value, list)
+        if name.isdecimal() and not more and "array" in allowed.kinds and (is_list or "object" not in allowed.kinds):
             return self._in_list(old, int(name), child, allowed, key)
+        if is_list and {"array", "object"} <= allowed.kinds:
+            items = enumerate(old.value)  # type: ignore[union-attr]
+            return Node(
+                [merge(item, self.in_lists(item, new, allowed.item(i), f"{key}.{i}")) for i, item in items], new.place
+            )
         section = allowed.section({}) or {}
         before = old.value if old is not None and isinstance(old.value, dict) else {}
         inner = {}

@@ -13,10 +13,6 @@ Mistake = tuple[str, str, str]
 Rule = tuple[str, Callable[[Config], bool], Callable[[Config], str], str]
 
 
-def _with_memory(check: Callable[[Config, Any], bool]) -> Callable[[Config], bool]:
-    return lambda c: c.memory is not None and check(c, c.memory)
-
-
 IMPOSSIBLE: list[Rule] = [
     (
         "model.heads",
@@ -73,86 +69,6 @@ IMPOSSIBLE: list[Rule] = [
         "choose at most corpus.context",
     ),
     (
-        "memory.layers",
-        _with_memory(lambda c, m: (m.layers is None) == (m.count is None)),
-        lambda c: (
-            "memory.count is given too" if c.memory and c.memory.count else "neither layers nor memory.count is given"
-        ),
-        "give one of the two, for example `layers: [5]` (and `count: null` if a base file gives it)",
-    ),
-    (
-        "memory.layers",
-        _with_memory(lambda c, m: m.layers == ()),
-        lambda c: "an empty list names no layer",
-        "name a layer, or write `memory: null` for a dense model",
-    ),
-    (
-        "memory.layers",
-        _with_memory(lambda c, m: max(m.layers or (0,)) > c.model.layers),
-        lambda c: (
-            f"{list(c.memory_layers)} names a layer that is not there: the model has layers 1 to {c.model.layers}"
-        ),
-        "name layers from 1 to model.layers",
-    ),
-    (
-        "memory.layers",
-        _with_memory(lambda c, m: m.layers is not None and list(m.layers) != sorted(set(m.layers))),
-        lambda c: f"{list(c.memory_layers)} is not in ascending order without repeats",
-        "name each layer once, in ascending order",
-    ),
-    (
-        "memory.count",
-        _with_memory(
-            lambda c, m: m.layers is None and m.count is not None and max((0, *c.memory_layers)) > c.model.layers
-        ),
-        lambda c: (
-            f"{len(c.memory_layers)} memories at regular intervals would fall on {list(c.memory_layers)}, beyond layer {c.model.layers}"
-        ),
-        "name the layers yourself with memory.layers",
-    ),
-    (
-        "memory.sub_keys",
-        _with_memory(lambda c, m: m.keys == "product" and m.sub_keys is None),
-        lambda c: "product keys need their number of sub-keys a side",
-        "write for example `sub_keys: 512` for 512^2 slots",
-    ),
-    (
-        "memory.slots",
-        _with_memory(lambda c, m: m.keys == "product" and m.slots is not None),
-        lambda c: "the slots of product keys follow from memory.sub_keys",
-        "remove memory.slots",
-    ),
-    (
-        "memory.slots",
-        _with_memory(lambda c, m: m.keys == "flat" and m.slots is None),
-        lambda c: "flat keys need their number of slots",
-        "write for example `slots: 16384`",
-    ),
-    (
-        "memory.sub_keys",
-        _with_memory(lambda c, m: m.keys == "flat" and m.sub_keys is not None),
-        lambda c: "flat keys have no sub-keys",
-        "remove memory.sub_keys",
-    ),
-    (
-        "memory.knn",
-        _with_memory(lambda c, m: m.keys == "product" and m.sub_keys is not None and m.knn > m.sub_keys),
-        lambda c: f"k = {c.memory.knn} is more than the {c.memory.sub_keys} sub-keys of a side",
-        "choose knn <= sub_keys",
-    ),
-    (
-        "memory.knn",
-        _with_memory(lambda c, m: m.keys == "flat" and m.slots is not None and m.knn > m.slots),
-        lambda c: f"k = {c.memory.knn} is more than the {c.slots} slots",
-        "choose knn <= slots",
-    ),
-    (
-        "memory.query.dim",
-        _with_memory(lambda c, m: m.keys == "product" and m.query.dim % 2 != 0),
-        lambda c: f"a query of {c.memory.query.dim} has no two halves",
-        "choose an even query size",
-    ),
-    (
         "optim.values.clip",
         lambda c: c.optim.values.update == "in_backward" and c.optim.values.clip is not None,
         lambda c: "update: in_backward applies Adam inside backward, before the norm of the gradient is known",
@@ -181,8 +97,89 @@ IMPOSSIBLE: list[Rule] = [
 ]
 
 
+# The same of each section of `memory`: dotted keys are within it, and both functions take the config and the section.
+OF_A_MEMORY: list[tuple[str, Callable[[Config, Any], bool], Callable[[Config, Any], str], str]] = [
+    (
+        "layers",
+        lambda c, m: (m.layers is None) == (m.count is None),
+        lambda c, m: "memory.count is given too" if m.count else "neither layers nor memory.count is given",
+        "give one of the two, for example `layers: [5]` (and `count: null` if a base file gives it)",
+    ),
+    (
+        "layers",
+        lambda c, m: m.layers == (),
+        lambda c, m: "an empty list names no layer",
+        "name a layer, or write `memory: null` for a dense model",
+    ),
+    (
+        "layers",
+        lambda c, m: max(m.layers or (0,)) > c.model.layers,
+        lambda c, m: (
+            f"{list(c.layers_of(m))} names a layer that is not there: the model has layers 1 to {c.model.layers}"
+        ),
+        "name layers from 1 to model.layers",
+    ),
+    (
+        "layers",
+        lambda c, m: m.layers is not None and list(m.layers) != sorted(set(m.layers)),
+        lambda c, m: f"{list(c.layers_of(m))} is not in ascending order without repeats",
+        "name each layer once, in ascending order",
+    ),
+    (
+        "count",
+        lambda c, m: m.layers is None and m.count is not None and max((0, *c.layers_of(m))) > c.model.layers,
+        lambda c, m: (
+            f"{len(c.layers_of(m))} memories at regular intervals would fall on {list(c.layers_of(m))}, beyond layer {c.model.layers}"
+        ),
+        "name the layers yourself with memory.layers",
+    ),
+    (
+        "sub_keys",
+        lambda c, m: m.keys == "product" and m.sub_keys is None,
+        lambda c, m: "product keys need their number of sub-keys a side",
+        "write for example `sub_keys: 512` for 512^2 slots",
+    ),
+    (
+        "slots",
+        lambda c, m: m.keys == "product" and m.slots is not None,
+        lambda c, m: "the slots of product keys follow from memory.sub_keys",
+        "remove memory.slots",
+    ),
+    (
+        "slots",
+        lambda c, m: m.keys == "flat" and m.slots is None,
+        lambda c, m: "flat keys need their number of slots",
+        "write for example `slots: 16384`",
+    ),
+    (
+        "sub_keys",
+        lambda c, m: m.keys == "flat" and m.sub_keys is not None,
+        lambda c, m: "flat keys have no sub-keys",
+        "remove memory.sub_keys",
+    ),
+    (
+        "knn",
+        lambda c, m: m.keys == "product" and m.sub_keys is not None and m.knn > m.sub_keys,
+        lambda c, m: f"k = {m.knn} is more than the {m.sub_keys} sub-keys of a side",
+        "choose knn <= sub_keys",
+    ),
+    (
+        "knn",
+        lambda c, m: m.keys == "flat" and m.slots is not None and m.knn > m.slots,
+        lambda c, m: f"k = {m.knn} is more than the {m.size} slots",
+        "choose knn <= slots",
+    ),
+    (
+        "query.dim",
+        lambda c, m: m.keys == "product" and m.query.dim % 2 != 0,
+        lambda c, m: f"a query of {m.query.dim} has no two halves",
+        "choose an even query size",
+    ),
+]
+
+
 def impossible(config: Config) -> list[Mistake]:
-    """What every rule of `IMPOSSIBLE` that `config` breaks says of it.
+    """What every rule of `IMPOSSIBLE` and `OF_A_MEMORY` that `config` breaks says of it.
 
     A config may lack settings that are wrong themselves (pkm.config.load.load): rules that read one do not apply.
     """
@@ -191,6 +188,37 @@ def impossible(config: Config) -> list[Mistake]:
         try:
             if applies(config):
                 found.append((key, what(config), fix))
+        except AttributeError:
+            continue
+    return found + _impossible_memories(config)
+
+
+def _impossible_memories(config: Config) -> list[Mistake]:
+    memories = getattr(config, "memory", None) or ()
+    if not isinstance(memories, tuple):
+        return _impossible_memory(config, memories, "memory")
+    found: list[Mistake] = []
+    taken: dict[tuple[int, str], str] = {}
+    for i, memory in enumerate(memories):
+        section = f"memory[{i}]"
+        found += _impossible_memory(config, memory, section)
+        try:
+            for layer in dict.fromkeys(config.layers_of(memory)):
+                other = taken.setdefault((layer, memory.place), section)
+                if other != section:
+                    what = f"{other} has a memory at layer {layer} with place: {memory.place} already"
+                    found.append((f"{section}.layers", what, "name another layer, or choose another place"))
+        except AttributeError:
+            continue
+    return found
+
+
+def _impossible_memory(config: Config, memory: Any, section: str) -> list[Mistake]:
+    found = []
+    for key, applies, what, fix in OF_A_MEMORY:
+        try:
+            if applies(config, memory):
+                found.append((f"{section}.{key}", what(config, memory), fix))
         except AttributeError:
             continue
     return found

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from pkm.config import recipe
 from pkm.config.kinds import KEYS, READS, one_of
@@ -172,6 +172,12 @@ class MemoryConfig(Part):
     def size(self) -> int:
         """Slots, K, given or as pairs of sub-keys."""
         return self.slots or (self.sub_keys or 0) ** 2
+
+
+Memories = Annotated[
+    Annotated[MemoryConfig, Tag("one")] | Annotated[tuple[MemoryConfig, ...], Field(min_length=1), Tag("several")],
+    Discriminator(lambda given: "several" if isinstance(given, list | tuple) else "one"),
+]
 
 
 class DenseOptim(Part):
@@ -356,8 +362,9 @@ class Config(Part):
     """Of initialisation, data order and dropout."""
     corpus: CorpusConfig
     model: ModelConfig = ModelConfig()
-    memory: MemoryConfig | None = None
-    """Absent = a dense model."""
+    memory: Memories | None = None
+    """Absent = a dense model. A list of such sections = memories of several kinds, each kind at layers of its own; on the
+    command line memory.knn=8 is for all of them, memory.0.knn=8 for the first."""
     optim: OptimConfig
     max_minutes: Rate | None = None
     """Save and stop in time to be done after so many minutes, as a cluster's time limit asks; null = no limit. Counted from
@@ -413,7 +420,7 @@ class Config(Part):
     @property
     def feed_forward_layers(self) -> tuple[int, ...]:
         """Blocks with a feed-forward network, dense or of experts, counted from 1."""
-        replaced = self.memory_layers if self.memory and self.memory.place == "replace" else ()
+        replaced = {layer for m in self.memories if m.place == "replace" for layer in self.layers_of(m)}
         return tuple(layer for layer in range(1, self.model.layers + 1) if layer not in replaced)
 
     @property
@@ -425,21 +432,33 @@ class Config(Part):
         return self.feed_forward_layers if experts.at is None else experts.at
 
     @property
-    def memory_layers(self) -> tuple[int, ...]:
-        """Blocks that hold a memory, counted from 1; empty for a dense model."""
+    def memories(self) -> tuple[MemoryConfig, ...]:
+        """The sections of `memory`; empty for a dense model."""
         if self.memory is None:
             return ()
-        if self.memory.layers is not None:
-            return self.memory.layers
-        interval = memory_interval(self.model.layers, self.memory.count or 0)
-        return tuple(interval * (i + 1) for i in range(self.memory.count or 0))
+        return self.memory if isinstance(self.memory, tuple) else (self.memory,)
+
+    def layers_of(self, memory: MemoryConfig) -> tuple[int, ...]:
+        """Blocks that hold a memory of this section, counted from 1."""
+        if memory.layers is not None:
+            return memory.layers
+        interval = memory_interval(self.model.layers, memory.count or 0)
+        return tuple(interval * (i + 1) for i in range(memory.count or 0))
+
+    def memories_at(self, layer: int) -> dict[str, MemoryConfig]:
+        """What a block, counted from 1, holds: `memory`, and by their places what the list names after it."""
+        here = [m for m in self.memories if layer in self.layers_of(m)]
+        return {f"memory_{m.place}" if i else "memory": m for i, m in enumerate(here)}
+
+    @property
+    def memory_layers(self) -> tuple[int, ...]:
+        """The block of every memory, counted from 1, ascending: one that holds two is there twice; empty for a dense model."""
+        return tuple(sorted(layer for m in self.memories for layer in self.layers_of(m)))
 
     @property
     def slots(self) -> int:
-        """Slots of one memory, K."""
-        if self.memory is None:
-            return 0
-        return self.memory.size
+        """Slots of one memory, K; where they differ, those of the first that `memory` names."""
+        return self.memories[0].size if self.memories else 0
 
 
 def memory_interval(layers: int, count: int) -> int:

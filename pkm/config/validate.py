@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
@@ -217,6 +218,8 @@ def _partial(schema: type[BaseModel], data: dict[str, Any], bad: set[str], prefi
             continue
         elif section is not None and isinstance(data[name], dict):
             fields[name] = _partial(section, data[name], bad, f"{key}.")
+        elif section is not None and data[name] and isinstance(data[name], list):
+            fields[name] = tuple(_partial(section, item, bad, f"{key}[{i}].") for i, item in enumerate(data[name]))
         elif any(_within(wrong, key) for wrong in bad):
             left_out.add(name)
         else:
@@ -229,6 +232,13 @@ def _partial(schema: type[BaseModel], data: dict[str, Any], bad: set[str], prefi
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The model of a section, optional or not; None for a setting."""
-    models = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)]
-    return models[0] if len(models) == 1 else None
+    """The model of a section, optional or not, one or a list of them; None for a setting."""
+    models = set(_models(annotation))
+    return models.pop() if len(models) == 1 else None
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)

@@ -23,7 +23,7 @@ from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.format import LARGEST_PERPLEXITY
 from pkm.memory.usage import Usage, UsageMeter
-from pkm.model.transformer import Transformer
+from pkm.model.transformer import MemoryName, Transformer
 from pkm.text.vocab import PAD_ID, UNK_ID
 
 WARM_UP_BATCHES = 3
@@ -31,7 +31,7 @@ WARM_UP_BATCHES = 3
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One pass over a split. Losses in nats; `memories` maps a layer (counted from 1) to its usage."""
+    """One pass over a split. Losses in nats; `memories` maps a memory's name (its layer, counted from 1) to its usage."""
 
     split: str
     documents: int
@@ -47,17 +47,17 @@ class Evaluation:
     word_perplexity: float | None
     """exp(word_loss); None beyond 1e300."""
     bits_per_byte: float | None
-    memories: dict[int, Usage]
+    memories: dict[MemoryName, Usage]
     unknown_share: float = 0.0
     """Of the scored tokens, those that are <unk>."""
     bits_per_byte_withheld: str | None = None
     """Why bits_per_byte is None."""
-    experts: dict[int, Usage] = field(default_factory=dict)
+    experts: dict[MemoryName, Usage] = field(default_factory=dict)
     """Of each layer with a mixture of experts (counted from 1) the use of its experts, as of a memory's slots."""
 
     def record(self) -> dict[str, Any]:
         """As JSON-ready values."""
-        used = {"memories": self.memories, "experts": self.experts}
+        used: dict[str, dict[Any, Usage]] = {"memories": self.memories, "experts": self.experts}
         return asdict(self) | {
             name: {str(layer): asdict(usage) for layer, usage in of.items()} for name, of in used.items()
         }
@@ -233,15 +233,17 @@ class UsageMeters:
 
     def __init__(self, model: Transformer):
         self.model = model
-        self.memories = {layer: UsageMeter(memory.slots, memory.heads) for layer, memory in model.memories()}
-        self.experts = {layer: UsageMeter(experts.count, 1) for layer, experts in model.experts()}
+        self.memories = {name: UsageMeter(memory.slots, memory.heads) for name, memory in model.memories()}
+        self.experts: dict[MemoryName, UsageMeter] = {
+            layer: UsageMeter(experts.count, 1) for layer, experts in model.experts()
+        }
 
     def update(self, counts: Tensor | None = None) -> None:
         """Take in the last forward pass; counts (N,) bool: which of its tokens, None = those that are not padding."""
         for meters, parts in ((self.memories, self.model.memories()), (self.experts, self.model.experts())):
-            for layer, part in parts:
+            for name, part in parts:
                 indices, weights, real = part.selection
-                meters[layer].update(indices, weights, real if counts is None else counts)
+                meters[name].update(indices, weights, real if counts is None else counts)
 
     def sum_over_ranks(self) -> None:
         """As a meter's."""

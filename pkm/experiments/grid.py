@@ -171,7 +171,7 @@ def coordinate(config: Config, key: Coordinate) -> int | str | bool | None:
     """Where a config stands on one axis of a grid; None where a dense model has no place on it."""
     if "." in key:
         return setting(config, key)
-    m = config.memory
+    m = config.memories[0] if config.memories else None
     everywhere = {"layers": config.model.layers, "dim": config.model.dim, "memories": len(config.memory_layers)}
     if key in everywhere or m is None:
         return everywhere.get(key, 0 if key == "slots" else None)
@@ -186,19 +186,23 @@ def setting(config: Config, key: str) -> Any:
     """A setting by its dotted key; None where there is none such, as in the memory of a dense model."""
     found: Any = config.model_dump(mode="json")
     for part in key.split("."):
+        if isinstance(found, list):  # of sections: the first, where no number says which
+            index = int(part) if part.isdecimal() else 0
+            found = found[index] if index < len(found) else None
+            if part.isdecimal():
+                continue
         found = found.get(part) if isinstance(found, dict) else None
     return found
 
 
 def run_name(config: Config) -> str:
     """A name that tells a run of a grid apart: readable, and the same for the same settings on the same corpus."""
-    m = config.memory
     parts = [f"{config.model.layers}x{config.model.dim}"]
-    if m is None:
+    if not config.memories:
         parts.append("dense")
-    else:
+    for m in config.memories:
         side = f"{m.sub_keys}x{m.sub_keys}" if m.sub_keys else f"{m.keys}{m.slots}"
-        layers = "+".join(map(str, config.memory_layers))
+        layers = "+".join(map(str, config.layers_of(m)))
         parts += [side, f"layer{layers}", f"h{m.heads}k{m.knn}", m.query.norm]
     # Without defaults, so that a setting which a later version adds leaves the name as it is.
     left_out = {"name", "runs", "checkpoint", "log", "max_minutes", "profile", "threads"}
@@ -226,20 +230,21 @@ def _scaled(original: Config, scale: Scale, name: str) -> list[str]:
             raise UserError(what, f"scale {name}", f"add `{value}: SIZE` to {key.rpartition('.')[2]} in its file")
         return table.get(value, value)
 
-    model, m = original.model, original.memory
+    model = original.model
     layers = size("model.layers", scale.layers, model.layers)
     sizes: list[tuple[str, Any, Any]] = [("model.layers", model.layers, layers)]
     sizes.append(("model.dim", model.dim, size("model.dim", scale.dim, model.dim)))
-    if m is not None:
-        sizes.append(("memory.knn", m.knn, size("memory.knn", scale.knn, m.knn)))
+    for i, m in enumerate(original.memories):
+        section = f"memory.{i}" if isinstance(original.memory, tuple) else "memory"
+        sizes.append((f"{section}.knn", m.knn, size("memory.knn", scale.knn, m.knn)))
         if m.sub_keys is not None:
-            sizes.append(("memory.sub_keys", m.sub_keys, size("memory.sub_keys", scale.sub_keys, m.sub_keys)))
+            sizes.append((f"{section}.sub_keys", m.sub_keys, size("memory.sub_keys", scale.sub_keys, m.sub_keys)))
         if m.slots is not None:
             side = size("memory.sub_keys", scale.sub_keys, math.isqrt(m.slots))
-            sizes.append(("memory.slots", m.slots, side**2))
+            sizes.append((f"{section}.slots", m.slots, side**2))
         if m.layers is not None:
             moved = [max(1, round(layer * layers / model.layers)) for layer in m.layers]
-            sizes.append(("memory.layers", list(m.layers), moved))
+            sizes.append((f"{section}.layers", list(m.layers), moved))
     return [f"{key}={now}".replace(" ", "") for key, before, now in sizes if before != now]
 
 

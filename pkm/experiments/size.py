@@ -61,8 +61,9 @@ def proposed(base: Path, wanted: int, tokens: str, overrides: Sequence[str] = ()
     batch = context * 2 ** max(0, round(math.log2(max(0.58 * total**0.571 / context, 1))))
     steps = max(1, round(total / batch))
     settings = [f"model.layers={layers}", f"model.dim={dim}", f"model.heads={heads}"]
-    if config.memory:
-        settings += ["memory.layers=null", f"memory.count={len(config.memory_layers)}"]
+    for i, memory in enumerate(config.memories):
+        section = f"memory.{i}" if isinstance(config.memory, tuple) else "memory"
+        settings += [f"{section}.layers=null", f"{section}.count={len(config.layers_of(memory))}"]
     settings += [f"optim.steps={steps}", f"optim.batch_tokens={batch}"]
     settings += [f"optim.{group}.lr=auto" for group in ("dense", "embeddings", "addressing", "values")]
     return [*settings, f"optim.dense.warmup_steps={min(100, max(1, steps // 10))}", *overrides]
@@ -78,10 +79,8 @@ def _shapes() -> Iterator[tuple[int, int, int]]:
 
 def _shaped(config: Config, dim: int, heads: int, layers: int) -> Config:
     model = config.model.model_copy(update={"dim": dim, "heads": heads, "layers": layers})
-    memory = config.memory
-    if memory is not None:
-        memory = memory.model_copy(update={"layers": None, "count": len(config.memory_layers)})
-    return config.model_copy(update={"model": model, "memory": memory})
+    memory = tuple(m.model_copy(update={"layers": None, "count": len(config.layers_of(m))}) for m in config.memories)
+    return config.model_copy(update={"model": model, "memory": memory or None})
 
 
 def costs(config: Config) -> list[str]:

@@ -6,9 +6,10 @@ C sub-keys a side, k selected slots, q query size, M memories. What the parts of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from pkm.config.schema import Config
+from pkm.config.schema import Config, MemoryConfig
 from pkm.memory import cost as of_memory
 from pkm.memory.cost import FP32, summed
 
@@ -69,9 +70,8 @@ def parameters(config: Config, vocab_size: int) -> Parameters:
     """Parameters of the model that `config` describes, part by part."""
     model = config.model
     d, f, blocks, bias = model.dim, config.ffn, model.layers, int(model.bias)
-    memory, memories = config.memory, len(config.memory_layers)
-    place = memory.place if memory else None
-    norms = model.embedding_norm + 2 * blocks + (model.norm == "pre") + (memories if place == "after" else 0)
+    after = sum(len(config.layers_of(m)) for m in config.memories if m.place == "after")
+    norms = model.embedding_norm + 2 * blocks + (model.norm == "pre") + after
     norm = 1 + (bias if model.norm_type == "layer" else 0)  # numbers for each one that is normalised
     qkv = d + 2 * _kv(config)
     attention = (qkv * d + bias * qkv) + (d * d + bias * d) + (2 * norm * (d // model.heads) if model.qk_norm else 0)
@@ -82,10 +82,10 @@ def parameters(config: Config, vocab_size: int) -> Parameters:
         attention=blocks * attention,
         feed_forward=_feed_forwards(config) * (_expansions(config) * (d * f + bias * f) + (f * d + bias * d)),
         norms=norms * norm * d,
-        query=memories * of_memory.query(memory, d).parameters if memory else 0,
-        keys=memories * of_memory.keys(memory, d).parameters if memory else 0,
-        values=_values(config),
-        read=memories * sum(of(memory, d).parameters for of in (of_memory.read, of_memory.output)) if memory else 0,
+        query=_of_memories(config, lambda m: of_memory.query(m, d).parameters),
+        keys=_of_memories(config, lambda m: of_memory.keys(m, d).parameters),
+        values=_of_memories(config, lambda m: m.size * of_memory.row(m, d)),
+        read=_of_memories(config, lambda m: sum(of(m, d).parameters for of in (of_memory.read, of_memory.output))),
         experts=len(config.expert_layers) * _experts(config, model.experts.count) if model.experts else 0,
         output=0 if model.tie_embeddings else vocab_size * d,
     )
@@ -101,11 +101,9 @@ def _expansions(config: Config) -> int:
     return 2 if config.model.activation == "swiglu" else 1
 
 
-def _values(config: Config) -> int:
-    """Numbers of all tables."""
-    if config.memory is None:
-        return 0
-    return len(config.memory_layers) * config.slots * of_memory.row(config.memory, config.model.dim)
+def _of_memories(config: Config, of: Callable[[MemoryConfig], int]) -> int:
+    """The sum over all memories of what one of a section has."""
+    return sum(len(config.layers_of(memory)) * of(memory) for memory in config.memories)
 
 
 def _feed_forwards(config: Config) -> int:
@@ -155,7 +153,6 @@ class Flops:
 def flops(config: Config, vocab_size: int) -> Flops:
     """FLOPs per token of the model that `config` describes."""
     d, context = config.model.dim, config.corpus.context
-    m, memories = config.memory, len(config.memory_layers)
     window = min(config.model.window or context, context)
     seen = context * (context + 1) - (context - window) * (context - window + 1)  # twice the pairs of a window of text
     experts = config.model.experts
@@ -164,10 +161,10 @@ def flops(config: Config, vocab_size: int) -> Flops:
         attention=config.model.layers * (4 * d * (d + _kv(config)) + 2 * d * seen // context),
         feed_forward=_feed_forwards(config) * 2 * (_expansions(config) + 1) * d * config.ffn + of_experts,
         output=2 * vocab_size * d,
-        query=memories * of_memory.query(m, d).flops if m else 0,
-        search=memories * of_memory.keys(m, d).flops if m else 0,
-        read=memories * sum(of(m, d).flops for of in (of_memory.read, of_memory.output)) if m else 0,
-        search_backward=memories * of_memory.keys(m, d).backward if m else 0,
+        query=_of_memories(config, lambda m: of_memory.query(m, d).flops),
+        search=_of_memories(config, lambda m: of_memory.keys(m, d).flops),
+        read=_of_memories(config, lambda m: sum(of(m, d).flops for of in (of_memory.read, of_memory.output))),
+        search_backward=_of_memories(config, lambda m: of_memory.keys(m, d).backward),
     )
 
 
@@ -198,11 +195,10 @@ def _once_kept(config: Config) -> int:
     return attention + _feed_forwards(config) * (_expansions(config) + 1) * d * config.ffn
 
 
-def bytes_per_slot(config: Config) -> int:
+def bytes_per_slot(config: Config, memory: MemoryConfig) -> int:
     """Bytes of one slot: its value and Adam's two moments."""
     values = config.optim.values
-    numbers = of_memory.row(config.memory, config.model.dim) if config.memory else 0
-    return numbers * (BYTES[values.dtype] + 2 * BYTES[values.state_dtype])
+    return of_memory.row(memory, config.model.dim) * (BYTES[values.dtype] + 2 * BYTES[values.state_dtype])
 
 
 def training_bytes(config: Config, vocab_size: int, ranks: int = 1) -> TrainingBytes:
@@ -212,12 +208,12 @@ def training_bytes(config: Config, vocab_size: int, ranks: int = 1) -> TrainingB
     share = ranks if config.parallel.values == "sharded" else 1
     windows = -(-config.sequences // ranks)
     at_once = min(config.optim.micro_batch or windows, windows)
-    if values.update == "dense" or config.memory is None:
-        value_gradients = count.values // share * FP32
-    else:
-        touched = of_memory.touched_rows(config.memory, windows * config.corpus.context * share)
-        row = of_memory.row(config.memory, config.model.dim) * FP32 // share
-        value_gradients = len(config.memory_layers) * touched * (row + 8)
+    tokens = windows * config.corpus.context * share
+
+    def touched(m: MemoryConfig) -> int:
+        return of_memory.touched_rows(m, tokens) * (of_memory.row(m, config.model.dim) * FP32 // share + 8)
+
+    value_gradients = count.values // share * FP32 if values.update == "dense" else _of_memories(config, touched)
     return TrainingBytes(
         weights=count.dense * FP32 + count.values // share * BYTES[values.dtype],
         gradients=count.dense * FP32 + value_gradients,
@@ -244,17 +240,16 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     changed = config.model.qk_norm + (config.model.positions == "rotary")
     block = d * (4 * a + 2 * FP32) + 2 * _kv(config) * a + changed * (d + _kv(config)) * FP32
     feed_forward = {"relu": 1, "gelu": 2, "relu2": 2, "swiglu": 4}[config.model.activation] * config.ffn * a
-    m = config.memory
-    memory = of_memory.kept_bytes(m, d, a) if m else 0
+    kept = [of_memory.kept_bytes(m, d, a) for m in config.memories]
     experts = 0
     if config.model.experts:
         # For each choice: what goes in and comes out, and what is between; for each expert its probability.
         between = feed_forward // config.ffn * config.expert_ffn
         experts = config.model.experts.active * (2 * d * a + between) + config.model.experts.count * FP32
     if config.parallel.activation_checkpointing:
-        token = config.model.layers * d * FP32 + block + max(feed_forward, experts) + memory
+        token = config.model.layers * d * FP32 + block + max(feed_forward, experts) + max(kept, default=0)
     else:
-        token = config.model.layers * block + len(config.memory_layers) * memory
+        token = config.model.layers * block + _of_memories(config, lambda m: of_memory.kept_bytes(m, d, a))
         token += _feed_forwards(config) * feed_forward + len(config.expert_layers) * experts
     copies = parameters(config, vocab_size).dense * a if a < FP32 else 0
     logits = min(tokens * vocab_size, CHUNK_LOGITS) * a
@@ -284,25 +279,29 @@ class Traffic:
 
 def traffic(config: Config, vocab_size: int, ranks: int) -> Traffic:
     """Of an update in which no two ranks read the same row, which is the most that replicated values can send."""
-    m, memories, d = config.memory, len(config.memory_layers), config.model.dim
+    d = config.model.dim
     windows = config.sequences // ranks
     micro_batches = -(-windows // min(config.optim.micro_batch or windows, windows)) if windows else 0
     forwards = 2 if config.parallel.activation_checkpointing else 1
 
     dense = summed(parameters(config, vocab_size).dense * FP32, ranks)
-    if m is None:
-        return Traffic(dense, 0, 0)
-    norm, size = 0, of_memory.statistics(m)
-    if size and config.parallel.sync_batch_norm:
-        norm = memories * micro_batches * summed(forwards * (size + FP32) + size, ranks)
-    elif size:
-        norm = summed(memories * size, ranks)
-    tokens = windows * config.corpus.context
-    if config.parallel.values == "sharded":
-        values = of_memory.sent_sharded(m, d, tokens, ranks, BYTES[planned_precision(config)], forwards)
-    else:
-        values = of_memory.sent_replicated(m, d, tokens, ranks, config.optim.values.update == "dense")
-    return Traffic(dense, norm, memories * values)
+
+    def norm(m: MemoryConfig) -> int:
+        size = of_memory.statistics(m)
+        if size and config.parallel.sync_batch_norm:
+            return micro_batches * summed(forwards * (size + FP32) + size, ranks)
+        return size
+
+    def values(m: MemoryConfig) -> int:
+        tokens = windows * config.corpus.context
+        if config.parallel.values == "sharded":
+            return of_memory.sent_sharded(m, d, tokens, ranks, BYTES[planned_precision(config)], forwards)
+        return of_memory.sent_replicated(m, d, tokens, ranks, config.optim.values.update == "dense")
+
+    norms = _of_memories(config, norm)
+    if not config.parallel.sync_batch_norm:
+        norms = summed(norms, ranks)
+    return Traffic(dense, norms, _of_memories(config, values))
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:

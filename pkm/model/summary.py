@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pkm.config.rules import cut_short
-from pkm.config.schema import Config
+from pkm.config.schema import Config, MemoryConfig
 from pkm.corpus.store import vocab_size_of
 from pkm.errors import UserError
 from pkm.format import amount, size
@@ -81,17 +81,20 @@ def _expert_rows(config: Config) -> list[Row]:
 
 
 def _memory_rows(config: Config) -> list[Row]:
-    m = config.memory
-    if m is None:
+    if not config.memories:
         return [("memory", "none", "a dense model")]
-    layers = ", ".join(map(str, config.memory_layers))
-    keys = f"{m.sub_keys}^2 = {config.slots:,}" if m.sub_keys else f"{config.slots:,}"
+    return [row for memory in config.memories for row in _rows_of_a_memory(config, memory)]
+
+
+def _rows_of_a_memory(config: Config, m: MemoryConfig) -> list[Row]:
+    layers = ", ".join(map(str, config.layers_of(m)))
+    keys = f"{m.sub_keys}^2 = {m.size:,}" if m.sub_keys else f"{m.size:,}"
     return [
         ("memory at layers", layers, {"replace": "in place of", "beside": "beside", "after": "after"}[m.place]
          + " the feed-forward network"),
         ("slots of a memory", keys, f"{m.keys} keys, H = {m.heads}, k = {m.knn}, query {m.query.dim} "
          f"({m.query.norm} norm), kernels: {m.kernels}"),
-        ("bytes per slot", f"{bytes_per_slot(config):,}", f"value {config.optim.values.dtype}, Adam's moments "
+        ("bytes per slot", f"{bytes_per_slot(config, m):,}", f"value {config.optim.values.dtype}, Adam's moments "
          f"{config.optim.values.state_dtype}, update: {config.optim.values.update}"),
     ]  # fmt: skip
 
@@ -153,12 +156,15 @@ def print_plan(config: Config, ranks: int = 1) -> None:
 
 def kernels_line(config: Config) -> str:
     """Who would compute the memories on this machine, for a dry run."""
-    if config.memory is None:
+    if not config.memories:
         return "no memory, no kernels"
     from pkm.device import pick_device  # late, as above
     from pkm.memory.kernels.backend import choose
 
-    try:
-        return f"kernels on this machine: {choose(config.memory.kernels, pick_device(config))}"
-    except UserError as missing:  # a login node may well lack the GPU that the run will have
-        return f"kernels: {config.memory.kernels}; on this machine not to be told: {missing.what}"
+    def line(wanted: str) -> str:
+        try:
+            return f"kernels on this machine: {choose(wanted, pick_device(config))}"
+        except UserError as missing:  # a login node may well lack the GPU that the run will have
+            return f"kernels: {wanted}; on this machine not to be told: {missing.what}"
+
+    return "\n".join(line(wanted) for wanted in dict.fromkeys(m.kernels for m in config.memories))

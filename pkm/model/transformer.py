@@ -25,6 +25,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x).square(), "swiglu": F.silu,
 }  # fmt: skip
 
+MemoryName = int | str
+"""5, or "5 beside" of a second memory in block 5."""
+
 
 class FeedForward(nn.Module):
     """Two linear maps with an activation between: (B, T, d) -> (B, T, d).
@@ -51,19 +54,22 @@ class Block(nn.Module):
     post-norm (XLM): x <- norm(x + f(x));  pre-norm: x <- x + f(norm(x)).
     """
 
-    def __init__(self, config: Config, with_memory: bool, has_experts: bool = False):
+    def __init__(self, config: Config, layer: int):
+        """layer    counted from 1: it says which memories and experts the block holds"""
         super().__init__()
-        dim, place = config.model.dim, config.memory.place if config.memory and with_memory else None
-        self.place = place
+        dim, memories = config.model.dim, config.memories_at(layer)
+        self.names: dict[str, str] = {m.place: name for name, m in memories.items()}
         self.pre_norm = config.model.norm == "pre"
         self.attention = Attention(config.model)
         self.feed_forward: FeedForward | Experts | None = None
-        if has_experts:
+        if layer in config.expert_layers:
             self.feed_forward = Experts(config, ACTIVATIONS[config.model.activation])
-        elif place != "replace":
+        elif "replace" not in self.names:
             self.feed_forward = FeedForward(config.model, config.ffn)
-        self.memory = MemoryLayer(config.memory, dim) if config.memory and with_memory else None
-        self.norms = nn.ModuleList(build_norm(config.model, dim) for _ in range(3 if place == "after" else 2))
+        self.memory: MemoryLayer | None = None
+        for name, m in memories.items():
+            setattr(self, name, MemoryLayer(m, dim))
+        self.norms = nn.ModuleList(build_norm(config.model, dim) for _ in range(3 if "after" in self.names else 2))
         self.dropout = config.model.dropout
 
     def forward(
@@ -73,9 +79,9 @@ class Block(nn.Module):
         x = self._sublayer(0, x, lambda h: self.attention(h, places, past, layer))
         residual = x
         x = self._sublayer(1, x, lambda h: self._feed_forward(h, mask, residual))
-        if self.place == "after":
+        if "after" in self.names:
             after = x
-            x = self._sublayer(2, x, lambda h: self._memory(h, mask, after))
+            x = self._sublayer(2, x, lambda h: self._memory("after", h, mask, after))
         return x
 
     def _sublayer(self, i: int, x: Tensor, f) -> Tensor:  # type: ignore[no-untyped-def]
@@ -85,15 +91,16 @@ class Block(nn.Module):
 
     def _feed_forward(self, x: Tensor, mask: Tensor | None, residual: Tensor) -> Tensor:
         if self.feed_forward is None:
-            return self._memory(x, mask, residual)
-        y = self.feed_forward(x, mask) if isinstance(self.feed_forward, Experts) else self.feed_forward(x)
-        return y + self._memory(x, mask, residual) if self.place == "beside" else y
+            y = self._memory("replace", x, mask, residual)
+        else:
+            y = self.feed_forward(x, mask) if isinstance(self.feed_forward, Experts) else self.feed_forward(x)
+        return y + self._memory("beside", x, mask, residual) if "beside" in self.names else y
 
-    def _memory(self, x: Tensor, mask: Tensor | None, residual: Tensor) -> Tensor:
-        assert self.memory is not None
-        y = self.memory(x, mask)
-        if self.memory.record:
-            self.memory.squares = y.detach().float().square().mean(), residual.detach().float().square().mean()
+    def _memory(self, place: str, x: Tensor, mask: Tensor | None, residual: Tensor) -> Tensor:
+        memory: MemoryLayer = getattr(self, self.names[place])
+        y = memory(x, mask)
+        if memory.record:
+            memory.squares = y.detach().float().square().mean(), residual.detach().float().square().mean()
         return y
 
 
@@ -114,10 +121,7 @@ class Transformer(nn.Module):
         self.tokens = nn.Embedding(vocab_size, model.dim)
         self.positions = nn.Embedding(self.context, model.dim) if model.positions == "learned" else None
         self.embedding_norm = build_norm(model, model.dim) if model.embedding_norm else nn.Identity()
-        self.blocks = nn.ModuleList(
-            Block(config, layer in config.memory_layers, layer in config.expert_layers)
-            for layer in range(1, model.layers + 1)
-        )
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(1, model.layers + 1))
         self.final_norm = build_norm(model, model.dim) if model.norm == "pre" else nn.Identity()
         self.output = None if model.tie_embeddings else nn.Embedding(vocab_size, model.dim)
         self.output_bias = nn.Parameter(torch.zeros(vocab_size)) if model.bias else None
@@ -133,15 +137,15 @@ class Transformer(nn.Module):
         """(V, d)."""
         return (self.output or self.tokens).weight
 
-    def memories(self) -> Iterator[tuple[int, MemoryLayer]]:
-        """(layer counted from 1, its memory), in order."""
+    def memories(self) -> Iterator[tuple[MemoryName, MemoryLayer]]:
+        """(name, memory), in order: the layer counted from 1, and of a further one in a block the layer and its place."""
         for layer, block in enumerate(self.blocks, start=1):
-            if block.memory is not None:
-                yield layer, block.memory  # type: ignore[misc]
+            for place, name in block.names.items():  # type: ignore[union-attr, operator]
+                yield layer if name == "memory" else f"{layer} {place}", getattr(block, name)
 
-    def memory(self, layer: int) -> MemoryLayer:
-        """The memory of a layer counted from 1."""
-        return self.blocks[layer - 1].memory  # type: ignore[return-value]
+    def memory(self, name: MemoryName) -> MemoryLayer:
+        """The memory of this name."""
+        return dict(self.memories())[name]
 
     def experts(self) -> Iterator[tuple[int, Experts]]:
         """(layer counted from 1, its mixture of experts), in order."""

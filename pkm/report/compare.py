@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ def differing(runs: Sequence[Run]) -> list[str]:
     """The settings, by dotted key, that are not the same in all runs that have them."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     everywhere = all(run.settings.get("memory", "none") != "none" for run in runs)
-    for key in ("memory",) if everywhere else IN_SHORT:
+    in_short = [key for key in keys if re.sub(r"^memory\.\d+\.", "memory.", key) in IN_SHORT]
+    for key in ("memory",) if everywhere else in_short:
         keys.pop(key, None)
     return [key for key in keys if len({run.settings[key] for run in runs if key in run.settings}) > 1]
 

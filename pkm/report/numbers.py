@@ -131,9 +131,9 @@ def size(cell: CellResult, key: Coordinate) -> float:
 
 
 def reads(cell: CellResult) -> int:
-    """Slots that a token reads, H k, in the paper's sizes."""
-    memory = cell.cell.original.memory
-    return memory.heads * memory.knn if memory else 0
+    """Slots that a token reads, H k, in the paper's sizes; of memories that differ, those of the first."""
+    memories = cell.cell.original.memories
+    return memories[0].heads * memories[0].knn if memories else 0
 
 
 def spoken(measure: Measure) -> str:

@@ -140,7 +140,9 @@ def read_settings(file: Path) -> dict[str, str]:
         if not isinstance(tree, dict):
             raise
     assert tree is not None
-    short = {"memory": _in_short(tree["memory"])} if isinstance(tree.get("memory"), dict) else {}
+    memory = tree.get("memory")
+    memories = [memory] if isinstance(memory, dict) else memory if isinstance(memory, list) else []
+    short = {"memory": " + ".join(map(_in_short, memories))} if memories else {}
     flat = {key: _shown(value) for key, value in flatten(tree).items() if key not in ("name", "runs")}
     return {**flat, **short}
 

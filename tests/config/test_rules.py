@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pkm.config.rules import IMPOSSIBLE, cut_short, impossible, impossible_for
+from pkm.config.rules import IMPOSSIBLE, OF_A_MEMORY, cut_short, impossible, impossible_for
 from pkm.config.schema import Config, MemoryConfig, load
 from pkm.errors import UserErrors
 from tests.support.tiny import MEMORY, MINIMAL, loaded, merged
@@ -17,7 +17,9 @@ from tests.support.tiny import MEMORY, MINIMAL, loaded, merged
 README = Path(__file__).parents[2] / "README.md"
 
 
-# One case for each rule of IMPOSSIBLE, in its order: overrides of a good config that break it.
+RULES = [*IMPOSSIBLE, *((f"memory.{key}", *rule) for key, *rule in OF_A_MEMORY)]
+
+# One case for each of RULES, in their order: overrides of a good config that break it.
 BREAKS: list[tuple[str, list[str]]] = [
     ("model.heads", ["model.heads=7"]),
     ("model.kv_heads", ["model.kv_heads=3"]),
@@ -27,6 +29,10 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("model.experts.at", ["model.experts={count: 4, at: [4, 5]}"]),
     ("optim.batch_tokens", ["optim.batch_tokens=100"]),
     ("evaluate.stride", ["evaluate.stride=65"]),
+    ("optim.values.clip", ["optim.values.update=in_backward", "optim.values.clip=1"]),
+    ("optim.values.update", ["optim.values.update=in_backward", "precision=fp16"]),
+    ("optim.values.dtype", ["optim.values.update=dense", "optim.values.dtype=bf16"]),
+    ("optim.values.state_dtype", ["optim.values.update=dense", "optim.values.state_dtype=bf16"]),
     ("memory.layers", ["memory.count=1"]),
     ("memory.layers", ["memory.layers=[]"]),
     ("memory.layers", ["memory.layers=[5, 7]"]),
@@ -39,10 +45,6 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("memory.knn", ["memory.knn=65"]),
     ("memory.knn", ["memory.keys=flat", "memory.sub_keys=null", "memory.slots=20"]),
     ("memory.query.dim", ["memory.query.dim=7"]),
-    ("optim.values.clip", ["optim.values.update=in_backward", "optim.values.clip=1"]),
-    ("optim.values.update", ["optim.values.update=in_backward", "precision=fp16"]),
-    ("optim.values.dtype", ["optim.values.update=dense", "optim.values.dtype=bf16"]),
-    ("optim.values.state_dtype", ["optim.values.update=dense", "optim.values.state_dtype=bf16"]),
 ]
 
 
@@ -54,11 +56,11 @@ def test_each_rule_refuses_its_case_and_no_other_does(
         loaded(tmp_path, MINIMAL + MEMORY, *overrides)
     (error,) = caught.value.errors
     assert f"{key}: " in error.what and error.fix
-    assert IMPOSSIBLE[number][0] == key
+    assert RULES[number][0] == key
 
 
 def test_every_rule_has_a_case() -> None:
-    assert [rule[0] for rule in IMPOSSIBLE] == [key for key, _ in BREAKS]
+    assert [rule[0] for rule in RULES] == [key for key, _ in BREAKS]
 
 
 def test_the_line_to_blame_is_named(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ class TestBytes:
     def test_bytes_per_slot_are_value_and_moments(self, tmp_path: Path, dtype: str, state: str, per_slot: int) -> None:
         overrides = [f"optim.values.dtype={dtype}", f"optim.values.state_dtype={state}"]
         made = config(tmp_path, MINIMAL + MEMORY, *overrides)
-        assert cost.bytes_per_slot(made) == per_slot
+        assert cost.bytes_per_slot(made, made.memory) == per_slot
         plain = cost.training_bytes(config(tmp_path, MINIMAL + MEMORY), VOCABULARY)
         found = cost.training_bytes(made, VOCABULARY)
         assert plain.weights + plain.adam - found.weights - found.adam == 25 * (96 - per_slot)
