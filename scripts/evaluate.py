@@ -1,7 +1,8 @@
-"""Score a trained model: perplexity, memory usage, KL, words per second.
+"""Score a trained model: perplexity, memory usage, KL, words per second; facts of its training text that it knows.
 
 python scripts/evaluate.py runs/quickstart
 python scripts/evaluate.py runs/quickstart --split valid --checkpoint latest --stride 64 --json
+python scripts/evaluate.py runs/quickstart --facts         # kept in the run's facts.json; scripts/compare.py sets runs side by side
 """
 
 import argparse
@@ -20,19 +21,31 @@ def main() -> int:
     parser.add_argument("--documents", type=int, help="only the first so many documents (default: all)")
     parser.add_argument("--stride", type=int, help="tokens a window moves on (default: the run's evaluate.stride)")
     parser.add_argument("--batch", type=int, help="windows of one forward pass (default: the run's evaluate.batch)")
+    parser.add_argument(
+        "--facts",
+        type=int,
+        nargs="?",
+        const=3000,
+        metavar="N",
+        help="ask for N names, places and numbers as the rest of their sentence: a third of held-out articles, a third "
+        "read once in training, a third more often (N: %(const)s)",
+    )
     parser.add_argument("--corpus", type=Path, help="where the prepared corpus lies now (default: the run's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args()
     if args.documents is not None and args.documents < 1:
         raise UserError(f"{args.documents} documents cannot be scored", "--documents", "give 1 or more")
+    if args.facts is not None and args.facts < 1:
+        raise UserError(f"{args.facts} facts cannot be asked for", "--facts", "give 1 or more")
     overrides = [f"device={args.device}"]
     overrides += [f"evaluate.{key}={value}" for key in ("stride", "batch") if (value := getattr(args, key)) is not None]
     overrides += [f"corpus.path={json.dumps(str(args.corpus))}"] if args.corpus else []
 
     from pkm.evaluation.evaluate import evaluate, measure_speed
+    from pkm.evaluation.recall import FILE, recall
     from pkm.evaluation.report import report_markdown, report_record
-    from pkm.files import json_text
+    from pkm.files import atomic_write, json_text
     from pkm.inference.trained import load_trained
 
     trained = load_trained(args.run, args.checkpoint, tuple(overrides))
@@ -42,8 +55,11 @@ def main() -> int:
         raise UserError(f"the corpus has no {args.split} split", str(corpus.path), "prepare it with held-out articles")
     evaluation = evaluate(model, corpus, split, config, trained.compute, args.documents)
     speed = measure_speed(model, corpus, split, config, trained.compute)
-    record = report_record(config, model, trained.step, evaluation, speed)
-    print(json_text(record, indent=2).rstrip() if args.json else report_markdown(record, evaluation, speed))
+    known = recall(model, corpus, config, trained.compute, trained.step, args.facts) if args.facts else None
+    record = report_record(config, model, trained.step, evaluation, speed, known=known)
+    if known:
+        atomic_write(args.run / FILE, json_text(known.record(), indent=1))
+    print(json_text(record, indent=2).rstrip() if args.json else report_markdown(record, evaluation, speed, known))
     return 0
 
 

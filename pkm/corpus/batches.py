@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -35,18 +35,35 @@ class Permutation:
     def _network(self, x: np.ndarray) -> np.ndarray:
         for (low, high), key in zip(self._widths, self._keys, strict=True):
             left, right = x >> np.uint64(low), x & np.uint64((1 << low) - 1)
-            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-            left = left ^ ((mixed >> np.uint64(32)) & np.uint64((1 << high) - 1))
-            x = (right << np.uint64(high)) | left
+            x = (right << np.uint64(high)) | (left ^ _mixed(right, key, high))
+        return x
+
+    def _network_back(self, x: np.ndarray) -> np.ndarray:
+        for (low, high), key in zip(reversed(self._widths), reversed(self._keys), strict=True):
+            right, left = x >> np.uint64(high), x & np.uint64((1 << high) - 1)
+            x = ((left ^ _mixed(right, key, high)) << np.uint64(low)) | right
         return x
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """Images of `positions` (any shape, in range(size)), int64."""
-        values = self._network(np.asarray(positions).astype(np.uint64))
+        return self._walked(positions, self._network)
+
+    def inverse(self, images: np.ndarray) -> np.ndarray:
+        """The positions of `images` (any shape, in range(size)), int64."""
+        return self._walked(images, self._network_back)
+
+    def _walked(self, values: np.ndarray, network: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        values = network(np.asarray(values).astype(np.uint64))
         while (outside := values >= self.size).any():
-            values[outside] = self._network(values[outside])
+            values[outside] = network(values[outside])
         return values.astype(np.int64)
+
+
+def _mixed(x: np.ndarray, key: np.uint64, bits: int) -> np.ndarray:
+    """A round's function of one half: `bits` bits."""
+    mixed = (x + key) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return (mixed >> np.uint64(32)) & np.uint64((1 << bits) - 1)
 
 
 class TrainingBatches:
@@ -85,6 +102,15 @@ class TrainingBatches:
         for epoch in np.unique(epochs).tolist():
             rows = epochs == epoch
             found[rows] = self._permutation(epoch)(positions[rows])
+        return found
+
+    def steps_of(self, windows: np.ndarray, before: int) -> np.ndarray:
+        """The steps below `before` that hold each window: (epochs begun, len(windows)) int64, -1 where an epoch did not come to it."""
+        epochs = -(-before * self.sequences // self.windows)
+        found = np.full((epochs, len(windows)), -1)
+        for epoch in range(epochs):
+            steps = (epoch * self.windows + self._permutation(epoch).inverse(windows)) // self.sequences
+            found[epoch] = np.where(steps < before, steps, -1)
         return found
 
     def _permutation(self, epoch: int) -> Permutation:

@@ -89,7 +89,7 @@ def evaluate(
     word_ends = corpus.vocab.word_ends
     usage = UsageMeters(model)
     nll, tokens, words, unknown = 0.0, 0, 0, 0
-    with _inference(model), recording(model):
+    with inference(model), recording(model):
         for inputs, targets, *apart in _batches(split, config, documents):
             between()
             with compute.autocast():
@@ -155,7 +155,7 @@ def measure_speed(
 ) -> Speed:
     """Words and BPE tokens per second at inference, over `split`, for at most about `seconds` after a warm-up."""
     word_ends = corpus.vocab.word_ends
-    with _inference(model), compute.autocast():
+    with inference(model), compute.autocast():
         for batch in islice(_batches(split, config, None), WARM_UP_BATCHES):
             compute.wait()
             started = time.perf_counter()
@@ -204,7 +204,7 @@ def _sum_over_ranks(nll: float, *counts: int) -> tuple[float, int, int, int]:
 
 
 @contextmanager
-def _inference(model: Transformer) -> Iterator[None]:
+def inference(model: Transformer) -> Iterator[None]:
     """Evaluation mode without gradients; training mode comes back as it was."""
     was_training = model.training
     model.eval()

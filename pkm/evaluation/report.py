@@ -10,6 +10,7 @@ from pkm.corpus.unknown import WARNS, percent
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.evaluation.evaluate import Evaluation, Speed, evaluate, measure_speed
+from pkm.evaluation.recall import Recall, recall, recall_markdown
 from pkm.files import atomic_write, json_text
 from pkm.format import markdown_table, perplexity
 from pkm.inference.trained import load_weights
@@ -41,11 +42,12 @@ def report(run: Run, compute: Compute, corpus: Corpus, model: Transformer, stop:
     fitted = None
     if asked.train_documents and corpus.train is not None:
         fitted = evaluate(model, corpus, corpus.train, config, compute, asked.train_documents, between)
+    known = recall(model, corpus, config, compute, best.step, asked.facts, between) if asked.facts else None
     speed = measure_speed(model, corpus, split, config, compute)
     between()
     run.metrics.write(config.optim.steps, "test", **evaluation.record())
-    record = report_record(config, model, best.step, evaluation, speed, fitted)
-    text = report_markdown(record, evaluation, speed)
+    record = report_record(config, model, best.step, evaluation, speed, fitted, known)
+    text = report_markdown(record, evaluation, speed, known)
     with dist.raise_on_all_ranks():
         if dist.is_main():
             run.refuse_if_taken_over()
@@ -61,8 +63,9 @@ def report_record(
     evaluation: Evaluation,
     speed: Speed,
     fitted: Evaluation | None = None,
+    known: Recall | None = None,
 ) -> dict[str, Any]:
-    """What report.json holds. `fitted` scores training text."""
+    """What report.json holds. `fitted` scores training text, `known` facts of it."""
     dense, values = parameters(model)
     return {
         "run": config.name,
@@ -70,13 +73,14 @@ def report_record(
         "parameters": {"dense": dense, "values": values},
         "evaluation": evaluation.record(),
         "training": fitted and fitted.record(),
+        "facts": known and known.record(),
         "speed": vars(speed),
         "machine": machine(),
     }
 
 
-def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed) -> str:
-    """Tables: the model, each of its memories, and each mixture of experts."""
+def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed, known: Recall | None = None) -> str:
+    """Tables: the model, each of its memories, each mixture of experts, and what facts it knows."""
     e, fit, parameters = evaluation, record["training"], record["parameters"]
     model = [
         ("checkpoint", f"step {record['step']:,}"),
@@ -103,4 +107,6 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
     if e.experts:
         uses = [(str(layer), f"{u.percent:.2f}", f"{u.kl:.4f}", f"{u.gini:.3f}") for layer, u in e.experts.items()]
         text += "\n" + markdown_table(["experts at layer", "usage %", "KL", "Gini"], uses)
+    if known:
+        text += "\n" + recall_markdown(known)
     return text + f"\n{record['machine']}\n"

@@ -6,7 +6,6 @@ import csv
 import importlib.util
 import io
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from typing import Any, Literal
 from pkm.format import markdown_table, perplexity
 from pkm.report.page import render
 from pkm.report.plots import COLOURS, DASHES, Plot, add_legend, canvas, finished, ticks_in_plain_numbers
-from pkm.report.run_directories import IN_SHORT, Run
+from pkm.report.recall import recall_markdown, recall_of
+from pkm.report.run_directories import Run, differing
 
 Over = Literal["step", "tokens", "time"]
 AXES: dict[Over, str] = {
@@ -79,16 +79,6 @@ MEASURED = (
 
 
 # The table.
-
-
-def differing(runs: Sequence[Run]) -> list[str]:
-    """The settings, by dotted key, that are not the same in all runs that have them."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    everywhere = all(run.settings.get("memory", "none") != "none" for run in runs)
-    in_short = [key for key in keys if re.sub(r"^memory\.\d+\.", "memory.", key) in IN_SHORT]
-    for key in ("memory",) if everywhere else in_short:
-        keys.pop(key, None)
-    return [key for key in keys if len({run.settings[key] for run in runs if key in run.settings}) > 1]
 
 
 def shared(runs: Sequence[Run]) -> dict[str, str]:
@@ -165,7 +155,8 @@ def _scored(run: Run, split: str) -> int | None:
 def markdown(runs: Sequence[Run]) -> str:
     """For a terminal, and for a document."""
     body = [[cell.replace("|", "\\|") for cell in row] for row in rows(runs)]
-    return markdown_table(headings(runs), body) + "".join(f"\n{line}\n" for line in remarks(runs))
+    text = markdown_table(headings(runs), body) + "".join(f"\n{line}\n" for line in remarks(runs))
+    return text + (f"\n{recall_markdown(known)}" if (known := recall_of(runs)) else "")
 
 
 # Curves.
@@ -257,5 +248,6 @@ def html(runs: Sequence[Run], over: Over) -> str:
         remarks=remarks(runs),
         plots=drawn,
         lacking=lacking,
+        recall=recall_of(runs),
         shared=shared(runs),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import yaml
 from pkm.config.load import flatten, load
 from pkm.config.schema import Config
 from pkm.errors import UserError
+from pkm.evaluation import recall
 from pkm.evaluation.speed import read_speed
 from pkm.files import read_json
 from pkm.run import metrics
@@ -45,6 +47,8 @@ class Run:
     """Words a second: its speed.json, else its report's."""
     corpus: str | None
     """Fingerprint of what it is trained on; None if that cannot be told."""
+    facts: dict[str, Any] | None
+    """How it answered when asked for facts: its facts.json, else its report's; None if it was not asked."""
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record.get("kind") == kind]
@@ -125,7 +129,8 @@ def read_run(directory: Path, label: str) -> Run:
     report = read_report(directory) if state == "finished" else None
     settings, records = read_settings(directory / "config.yaml"), list(metrics.read(directory / metrics.FILE))
     speed = read_speed(directory) or (report or {}).get("speed")
-    return Run(label, directory, settings, state, reason, records, report, speed, _corpus(directory))
+    facts = read_json(directory / recall.FILE) or (report or {}).get("facts")
+    return Run(label, directory, settings, state, reason, records, report, speed, _corpus(directory), facts)
 
 
 def read_settings(file: Path) -> dict[str, str]:
@@ -145,6 +150,16 @@ def read_settings(file: Path) -> dict[str, str]:
     short = {"memory": " + ".join(map(_in_short, memories))} if memories else {}
     flat = {key: _shown(value) for key, value in flatten(tree).items() if key not in ("name", "runs")}
     return {**flat, **short}
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The settings, by dotted key, that are not the same in all runs that have them."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    everywhere = all(run.settings.get("memory", "none") != "none" for run in runs)
+    in_short = [key for key in keys if re.sub(r"^memory\.\d+\.", "memory.", key) in IN_SHORT]
+    for key in ("memory",) if everywhere else in_short:
+        keys.pop(key, None)
+    return [key for key in keys if len({run.settings[key] for run in runs if key in run.settings}) > 1]
 
 
 def _shown(value: Any) -> str:

@@ -159,3 +159,25 @@ def test_an_empty_corpus_and_one_shorter_than_a_window_are_named_with_what_fits(
 def test_a_stride_longer_than_the_context_is_refused():
     with pytest.raises(UserError, match="stride of 17"):
         next(evaluation_batches(Tokens(100), 16, 1, stride=17))
+
+
+@FEW
+@given(size=st.integers(1, 5000), key=st.text())
+def test_the_inverse_of_a_permutation_finds_every_position_again(size, key):
+    permutation, positions = Permutation(size, key), np.arange(size)
+    assert np.array_equal(permutation.inverse(permutation(positions)), positions)
+
+
+@FEW
+@given(tokens=st.integers(20, 300), sequences=st.integers(1, 9), seed=st.integers(0, 5), before=st.integers(0, 40))
+def test_the_steps_of_a_window_are_those_whose_batches_hold_it(tokens, sequences, seed, before):
+    batches = TrainingBatches(Tokens(tokens), 16, sequences, seed)
+    expected = [set() for _ in range(batches.windows)]
+    for step in range(before):
+        for window in batches.indices(step, 0, sequences).tolist():
+            expected[window].add(step)
+    found = batches.steps_of(np.arange(batches.windows), before)
+    times = (found >= 0).sum(0)
+    for window, steps in enumerate(expected):
+        assert set(found[:, window].tolist()) - {-1} == steps
+    assert times.sum() == before * sequences

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from pkm.config.schema import Config, load
-from pkm.corpus.store import ShardWriter, write_manifest
+from pkm.corpus.store import Shard, ShardWriter, write_manifest
 from pkm.model.transformer import Transformer
 from pkm.text.vocab import EOS_ID, SPECIALS, UNIVERSAL, UNK_ID, Vocab
 from pkm.train.optim import Optimizers
@@ -85,3 +85,22 @@ def random_corpus(path: Path, documents: int = 60, seed: int = 0, unknown: int =
 def everything(model: Transformer, optim: Optimizers) -> dict[str, Tensor]:
     """All tensors of a run: weights, running statistics, moments."""
     return {**model.state_dict(), **{f"optim.{name}": tensor for name, tensor in optim.state_tensors().items()}}
+
+
+def corpus_of(path: Path, **texts: list[str]) -> Path:
+    """A prepared corpus of `train`, `valid` and `test` documents, one line each, whose pieces are what spaces separate."""
+    path.mkdir(parents=True)
+    (path / "codes").write_text("a b 1\n")
+    pieces = list(dict.fromkeys(piece for split in texts.values() for text in split for piece in text.split()))
+    vocab = Vocab(pieces, [1] * len(pieces))
+    vocab.save(path / "vocab")
+    shards: dict[str, list[Shard]] = {"train": [], "valid": [], "test": []}
+    for split, documents in texts.items():
+        writer = ShardWriter(path, f"{split}-00000", vocab.size)
+        for text in documents:
+            ids = [vocab.id(piece) for piece in text.split()]
+            writer.ids.extend([*ids, EOS_ID])
+            writer.end_document(words=int(vocab.word_ends[ids].sum()), size=len(text))
+        shards[split] = [writer.close()]
+    write_manifest(path, shards, vocab, {"escape": False, "normalize": None}, {})
+    return path
