@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 class Kind(NamedTuple):
     build: str
-    """Takes a MemoryConfig (a read: and the model's width) and makes a module."""
+    """Takes a MemoryConfig (a read, a gate: and the model's width) and makes a module."""
     cost: str
     """Takes a MemoryConfig and the model's width and makes a pkm.memory.cost.Cost, without torch."""
 
@@ -31,6 +31,12 @@ READS: dict[str, Kind] = {
     "rows": Kind("pkm.memory.read:rows", "pkm.memory.cost:rows"),
 }
 """What a slot gives: an object with the methods of pkm.memory.read.Read."""
+
+GATES: dict[str, Kind] = {
+    "none": Kind("pkm.memory.output:as_it_is", "pkm.memory.cost:as_it_is"),
+    "silu": Kind("pkm.memory.output:silu_gate", "pkm.memory.cost:silu_gate"),
+}
+"""What becomes of what was read: an object with the methods of pkm.memory.output.Output."""
 
 
 def named(place: str) -> Any:

@@ -175,6 +175,12 @@ OF_A_MEMORY: list[tuple[str, Callable[[Config, Any], bool], Callable[[Config, An
         lambda c, m: f"a query of {m.query.dim} has no two halves",
         "choose an even query size",
     ),
+    (
+        "share_values",
+        lambda c, m: m.share_values and len(c.layers_of(m)) > 1 and c.optim.values.update == "in_backward",
+        lambda c, m: "update: in_backward moves rows while other layers have yet to read the same table backwards",
+        "use optim.values.update: sparse, or share_values: false",
+    ),
 ]
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from pkm.config import recipe
-from pkm.config.kinds import KEYS, READS, one_of
+from pkm.config.kinds import GATES, KEYS, READS, one_of
 from pkm.config.load import Resolved
 from pkm.config.load import load as load_file
 from pkm.config.part import Natural, Part, Positive
@@ -137,8 +137,8 @@ class QueryConfig(Part):
     """Query size d_q of one head (product keys compare its two halves)."""
     hidden: tuple[Positive, ...] = ()
     """Hidden widths of the query network; none = a linear map."""
-    norm: Literal["batch", "layer", "none"] = "batch"
-    """Normalisation on top of the query network."""
+    norm: Literal["batch", "layer", "rms", "none"] = "batch"
+    """Normalisation on top of the query network: over the batch, or over each head's query."""
 
 
 class MemoryConfig(Part):
@@ -156,11 +156,19 @@ class MemoryConfig(Part):
     """Flat keys: slots, K."""
     heads: Positive = 4
     """Memory heads H, each with its own query network and keys; values are shared."""
+    keys_norm: Literal["none", "rms"] = "none"
+    """Normalisation of each key (of each sub-key of product keys), with a gain for every feature."""
+    keys_shared_by_heads: bool = False
+    """All heads search one set of keys, each with a query of its own."""
     knn: Positive = 32
     """Slots that a head reads, k."""
     query: QueryConfig = QueryConfig()
     read: Annotated[str, *one_of(READS)] = "rows"
     """What a slot gives: rows = its value, summed over the slots with their weights."""
+    gate: Annotated[str, *one_of(GATES)] = "none"
+    """What becomes of what was read y: none = as it is; silu = W2 (y * silu(W1 x)), as in Memory+."""
+    share_values: bool = False
+    """All memories of this section read one table; queries, keys and gates stay each layer's own."""
     values_std: Rate | None = None
     """Standard deviation of the values at the start; null = dim ** -0.5."""
     place: Literal["replace", "beside", "after"] = "replace"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pkm.config.kinds import KEYS, READS, named
+from pkm.config.kinds import GATES, KEYS, READS, named
 from pkm.config.schema import MemoryConfig
 
 FP32 = 4
@@ -40,14 +40,14 @@ class Cost:
 
 
 def query(m: MemoryConfig, d: int) -> Cost:
-    """Each head's linear maps with biases, d -> hidden -> q, and weight and bias of the normalisation over the H x q.
+    """Each head's linear maps with biases, d -> hidden -> q, and weight and bias (rms: weight) of a normalisation over the H x q.
 
     Kept are queries as projected; centred and normalised ones too, but where fast kernels fold the normalisation into keys.
     """
     widths = list(pairwise([d, *m.query.hidden, m.query.dim]))
-    norm = 0 if m.query.norm == "none" else 2 * m.query.dim
+    norm = {"none": 0, "rms": 1, "layer": 2, "batch": 2}[m.query.norm] * m.query.dim
     features = m.heads * m.query.dim
-    apart = m.query.norm == "layer" or (m.query.norm == "batch" and m.kernels in ("reference", "faiss"))
+    apart = m.query.norm in ("layer", "rms") or (m.query.norm == "batch" and m.kernels in ("reference", "faiss"))
     return Cost(
         parameters=m.heads * (sum(a * b + b for a, b in widths) + norm),
         flops=2 * m.heads * sum(a * b for a, b in widths),
@@ -69,12 +69,14 @@ def flat_keys(m: MemoryConfig, d: int) -> Cost:
 def _search(m: MemoryConfig, scores: int, size: int) -> Cost:
     """Gradients reach only the k selected slots of a head: 4 H k q FLOPs, for queries and keys together.
 
-    Kept are H k indices and weights; by the reference kernels, whose indices are twice as large, all scores too.
+    Kept are H k indices and weights; by the reference kernels, whose indices are twice as large, all scores too. Heads that
+    share keys hold them once; normalised keys have a gain of q numbers for each head that has keys of its own.
     """
     selected = m.heads * m.knn
     reference = m.kernels == "reference"
+    sets = 1 if m.keys_shared_by_heads else m.heads
     return Cost(
-        parameters=scores * size,
+        parameters=scores * size * sets // m.heads + (sets * m.query.dim if m.keys_norm == "rms" else 0),
         flops=2 * scores * size,
         backward_flops=4 * selected * m.query.dim,
         kept_fp32=2 * selected + (selected + scores if reference else 0),
@@ -86,9 +88,14 @@ def rows(m: MemoryConfig, d: int) -> Cost:
     return Cost(row=d, flops=2 * m.heads * m.knn * d)
 
 
-def output(m: MemoryConfig, d: int) -> Cost:
-    """As it is."""
+def as_it_is(m: MemoryConfig, d: int) -> Cost:
+    """What was read is what joins the residual stream."""
     return Cost()
+
+
+def silu_gate(m: MemoryConfig, d: int) -> Cost:
+    """Two maps d -> d with biases; kept are what is read, the gate before and after its activation, and their product."""
+    return Cost(parameters=2 * (d * d + d), flops=4 * d * d, kept=4 * d)
 
 
 def keys(m: MemoryConfig, d: int) -> Cost:
@@ -100,6 +107,12 @@ def keys(m: MemoryConfig, d: int) -> Cost:
 def read(m: MemoryConfig, d: int) -> Cost:
     """Of the read that `memory.read` names."""
     cost: Cost = named(READS[m.read].cost)(m, d)
+    return cost
+
+
+def output(m: MemoryConfig, d: int) -> Cost:
+    """Of what `memory.gate` names."""
+    cost: Cost = named(GATES[m.gate].cost)(m, d)
     return cost
 
 

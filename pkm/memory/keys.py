@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pkm.config.kinds import KEYS, named
@@ -39,27 +40,40 @@ def build_keys(config: MemoryConfig) -> Keys:
 
 def product_keys(config: MemoryConfig) -> ProductKeys:
     assert config.sub_keys is not None
-    keys = ProductKeys(config.heads, config.sub_keys, config.query.dim)
+    keys = ProductKeys(
+        config.heads, config.sub_keys, config.query.dim, config.keys_shared_by_heads, config.keys_norm == "rms"
+    )
     keys.refuse_too_many(config.knn)
     return keys
 
 
 def flat_keys(config: MemoryConfig) -> FlatKeys:
     assert config.slots is not None
-    keys = FlatKeys(config.heads, config.slots, config.query.dim)
+    keys = FlatKeys(
+        config.heads, config.slots, config.query.dim, config.keys_shared_by_heads, config.keys_norm == "rms"
+    )
     keys.refuse_too_many(config.knn)
     return keys
 
 
 class ProductKeys(nn.Module):
-    """Two sets of C sub-keys for each head; slot i * C + j has the key (sub-key i of the first, sub-key j of the second)."""
+    """Two sets of C sub-keys for each head; slot i * C + j has the key (sub-key i of the first, sub-key j of the second).
 
-    def __init__(self, heads: int, sub_keys: int, dim: int):
+    shared        one pair of sets for all heads (PEER)
+    normalised    each sub-key by its root mean square, times a gain for every feature (Memory+)
+    """
+
+    def __init__(self, heads: int, sub_keys: int, dim: int, shared: bool = False, normalised: bool = False):
         super().__init__()
         self.heads, self.sub_keys, self.slots = heads, sub_keys, sub_keys**2
         self.backend: Backend = REFERENCE
         bound = (dim // 2) ** -0.5
-        self.weight = nn.Parameter(torch.empty(heads, 2, sub_keys, dim // 2).uniform_(-bound, bound))
+        self.weight = nn.Parameter(torch.empty(_sets(heads, shared), 2, sub_keys, dim // 2).uniform_(-bound, bound))
+        self.gain = _gain(_sets(heads, shared) * dim, dim // 2) if normalised else None
+
+    def vectors(self) -> Tensor:
+        """Every head's sub-keys as queries are compared with them, (H, 2, C, q / 2)."""
+        return _vectors(self.weight, self.gain, (-1, 2, 1, self.weight.shape[-1]), self.heads)
 
     def refuse_too_many(self, k: int) -> None:
         """UserError if a head cannot find k slots among those of its k best sub-keys a side."""
@@ -72,7 +86,7 @@ class ProductKeys(nn.Module):
         with torch.autocast(query.device.type, enabled=False):
             dtype = reference.at_least_fp32(query.dtype)
             halves = query.to(dtype).unflatten(-1, (2, -1))
-            return torch.einsum("nhsq,hscq->nhsc", halves, self.weight.to(dtype))
+            return torch.einsum("nhsq,hscq->nhsc", halves, self.vectors().to(dtype))
 
     def search(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """query (N, H, q) -> the k best slots of each head (N, H, k) int64 and their scores (N, H, k), best first."""
@@ -85,7 +99,7 @@ class ProductKeys(nn.Module):
         if self.backend.searches_plainly:
             return plainly(self, query, k)
         with torch.autocast(query.raw.device.type, enabled=False):
-            keys, bias = fold(self.weight, query.scale, query.shift, (self.heads, 2, 1, -1), query.dtype)
+            keys, bias = fold(self.vectors(), query.scale, query.shift, (self.heads, 2, 1, -1), query.dtype)
             return self.backend.search(query.raw.to(query.dtype), keys, bias, k)
 
     def search_faiss(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -93,23 +107,28 @@ class ProductKeys(nn.Module):
         from pkm.memory.kernels.faiss_search import nearest
 
         self.refuse_too_many(k)
-        halves = query.unflatten(-1, (2, -1))
+        halves, vectors = query.unflatten(-1, (2, -1)), self.vectors()
         first, second = (
-            torch.stack([nearest(halves[:, h, side], self.weight[h, side], k) for h in range(self.heads)], dim=1)
+            torch.stack([nearest(halves[:, h, side], vectors[h, side], k) for h in range(self.heads)], dim=1)
             for side in (0, 1)
         )
         return reference.select_among(self.scores(query), first, second)
 
 
 class FlatKeys(nn.Module):
-    """One key a slot, for each head its own."""
+    """One key a slot, for each head its own, or `shared`; `normalised` as product keys are."""
 
-    def __init__(self, heads: int, slots: int, dim: int):
+    def __init__(self, heads: int, slots: int, dim: int, shared: bool = False, normalised: bool = False):
         super().__init__()
         self.heads, self.slots = heads, slots
         self.backend: Backend = REFERENCE
         bound = dim**-0.5
-        self.weight = nn.Parameter(torch.empty(heads, slots, dim).uniform_(-bound, bound))
+        self.weight = nn.Parameter(torch.empty(_sets(heads, shared), slots, dim).uniform_(-bound, bound))
+        self.gain = _gain(_sets(heads, shared) * dim, dim) if normalised else None
+
+    def vectors(self) -> Tensor:
+        """Every head's keys as queries are compared with them, (H, K, q)."""
+        return _vectors(self.weight, self.gain, (-1, 1, self.weight.shape[-1]), self.heads)
 
     def refuse_too_many(self, k: int) -> None:
         """UserError if there are fewer than k slots."""
@@ -121,7 +140,7 @@ class FlatKeys(nn.Module):
         self.refuse_too_many(k)
         with torch.autocast(query.device.type, enabled=False):
             dtype = reference.at_least_fp32(query.dtype)
-            return reference.select_flat(query.to(dtype), self.weight.to(dtype), k)
+            return reference.select_flat(query.to(dtype), self.vectors().to(dtype), k)
 
     def select(self, query: Query, k: int) -> tuple[Tensor, Tensor]:
         """Slots (N, H, k), and the softmax over their scores (paper 3.1, eq. 2)."""
@@ -129,7 +148,7 @@ class FlatKeys(nn.Module):
         if self.backend.searches_plainly:
             return plainly(self, query, k)
         with torch.autocast(query.raw.device.type, enabled=False):
-            keys, bias = fold(self.weight, query.scale, query.shift, (self.heads, 1, -1), query.dtype)
+            keys, bias = fold(self.vectors(), query.scale, query.shift, (self.heads, 1, -1), query.dtype)
             return self.backend.search_flat(query.raw.to(query.dtype), keys, bias, k)
 
     def search_faiss(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -137,11 +156,30 @@ class FlatKeys(nn.Module):
         from pkm.memory.kernels.faiss_search import nearest
 
         self.refuse_too_many(k)
-        slots = torch.stack([nearest(query[:, h], self.weight[h], k) for h in range(self.heads)], dim=1)
+        vectors = self.vectors()
+        slots = torch.stack([nearest(query[:, h], vectors[h], k) for h in range(self.heads)], dim=1)
         with torch.autocast(query.device.type, enabled=False):
             dtype = reference.at_least_fp32(query.dtype)
             heads = torch.arange(self.heads, device=query.device).view(-1, 1)
-            return slots, torch.einsum("nhq,nhkq->nhk", query.to(dtype), self.weight[heads, slots].to(dtype))
+            return slots, torch.einsum("nhq,nhkq->nhk", query.to(dtype), vectors[heads, slots].to(dtype))
+
+
+def _sets(heads: int, shared: bool) -> int:
+    return 1 if shared else heads
+
+
+def _gain(features: int, size: int) -> nn.Parameter:
+    """Of normalised keys, so that they begin with norm 1; a vector, as the gains of other norms are."""
+    return nn.Parameter(torch.full((features,), size**-0.5))
+
+
+def _vectors(weight: Tensor, gain: Tensor | None, shape: tuple[int, ...], heads: int) -> Tensor:
+    """weight (1 or H, ..., q) -> (H, ..., q), normalised if there is a gain, which is viewed as `shape`."""
+    if gain is not None:
+        weight = F.rms_norm(weight, weight.shape[-1:], eps=1e-6) * gain.view(shape)
+    if len(weight) == heads:
+        return weight
+    return weight.expand(heads, *weight.shape[1:]).contiguous()
 
 
 def plainly(keys: ProductKeys | FlatKeys, query: Query, k: int) -> tuple[Tensor, Tensor]:

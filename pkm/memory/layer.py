@@ -17,8 +17,8 @@ from pkm.memory.kernels.backend import Backend
 from pkm.memory.keys import build_keys
 from pkm.memory.output import build_output
 from pkm.memory.query import QueryNetwork, compute_dtype
-from pkm.memory.read import build_read
-from pkm.memory.values import Values
+from pkm.memory.read import Read, build_read
+from pkm.memory.values import Values, borrow
 
 
 class MemoryLayer(nn.Module):
@@ -38,15 +38,20 @@ class MemoryLayer(nn.Module):
     selection: tuple[Tensor, Tensor, Tensor | None]
     squares: tuple[Tensor, Tensor]
     backend: Backend | None
+    values: Values
 
-    def __init__(self, config: MemoryConfig, dim: int):
+    def __init__(self, config: MemoryConfig, dim: int, like: MemoryLayer | None = None):
+        """like    a memory of the same settings whose tables this one reads too: they stay its parts"""
         super().__init__()
         backend.check(config.kernels)
         self.heads, self.knn, self.wanted_kernels = config.heads, config.knn, config.kernels
         self.query = QueryNetwork(config.query, dim, config.heads)
         self.keys = build_keys(config)
-        self.values = Values(self.keys.slots, dim, config.values_std)
-        self.read = build_read(config, dim)
+        if like is None:
+            self.values = Values(self.keys.slots, dim, config.values_std)
+        else:
+            borrow(self, "values", like.values)
+        self.read: Read = build_read(config, dim, None if like is None else like.read)
         self.output = build_output(config, dim)
         self.record = False
         self._choose_backend()
@@ -82,7 +87,10 @@ class MemoryLayer(nn.Module):
             indices = indices.masked_fill(padding, -1)
             weights = weights.masked_fill(padding, 0)  # also where they are NaN
         given = self.read(self.values, tokens, indices.flatten(1), weights.flatten(1), compute_dtype(x))
-        return self.output(given, tokens).view(x.shape)
+        out = self.output(given, tokens)
+        if real is not None:
+            out = out.masked_fill(~real.unsqueeze(1), 0)  # of a bias too
+        return out.view(x.shape)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MemoryLayer:
         """What `.to`, `.cuda`, `.double` and their like do: weights that are elsewhere now may want another backend."""

@@ -40,12 +40,16 @@ class ProductKeyMemory(MemoryLayer):
         query: Mapping[str, Any] | None = None,
         keys: str = "product",
         slots: int | None = None,
+        keys_norm: str = "none",
+        keys_shared_by_heads: bool = False,
         read: str = "rows",
+        gate: str = "none",
         values_std: float | None = None,
         kernels: str = "auto",
     ):
         settings = dict(sub_keys=sub_keys, heads=heads, knn=knn, query=query or {}, keys=keys, slots=slots)
-        super().__init__(checked(settings | dict(read=read, values_std=values_std, kernels=kernels)), dim)
+        settings |= dict(keys_norm=keys_norm, keys_shared_by_heads=keys_shared_by_heads, read=read, gate=gate)
+        super().__init__(checked(settings | dict(values_std=values_std, kernels=kernels)), dim)
 
 
 def checked(settings: Mapping[str, Any]) -> MemoryConfig:

@@ -92,7 +92,7 @@ class QueryNetwork(nn.Module):
     """x (N, d) -> queries (N, H, q): linear, or a ReLU network whose hidden layers each head has for itself.
 
     Parameters: sizes d -> hidden... -> q give each head sum(a * b + b) over neighbouring sizes (a, b); the norm adds
-    2 * H * q (batch: all heads' features; layer: each head's q features).
+    2 * H * q (batch: all heads' features; layer: each head's q features), rms H * q.
     """
 
     def __init__(self, config: QueryConfig, dim: int, heads: int):
@@ -101,11 +101,13 @@ class QueryNetwork(nn.Module):
         sizes = [*config.hidden, config.dim]
         self.first = nn.Linear(dim, heads * sizes[0])
         self.deeper = nn.ModuleList(HeadsLinear(heads, a, b) for a, b in pairwise(sizes))
-        self.norm: BatchNorm | HeadsLayerNorm | None = None
+        self.norm: BatchNorm | HeadsLayerNorm | HeadsRMSNorm | None = None
         if config.norm == "batch":
             self.norm = BatchNorm(heads * config.dim)
         elif config.norm == "layer":
             self.norm = HeadsLayerNorm(heads, config.dim)
+        elif config.norm == "rms":
+            self.norm = HeadsRMSNorm(heads, config.dim)
 
     def raw(self, x: Tensor) -> Tensor:
         """Queries before normalisation, (N, H * q)."""
@@ -152,6 +154,20 @@ class HeadsLayerNorm(nn.Module):
         x = x.unflatten(-1, (self.heads, -1))
         x = F.layer_norm(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x, x.shape[-1:], eps=self.eps)
         return x.flatten(-2) * self.weight + self.bias
+
+
+class HeadsRMSNorm(nn.Module):
+    """Each head's q features over their root mean square, with a weight for every feature: (N, H * q) -> the same."""
+
+    def __init__(self, heads: int, dim: int, eps: float = 1e-6):
+        super().__init__()
+        self.heads, self.eps = heads, eps
+        self.weight = nn.Parameter(torch.ones(heads * dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (self.heads, -1))
+        x = F.rms_norm(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x, x.shape[-1:], eps=self.eps)
+        return x.flatten(-2) * self.weight
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

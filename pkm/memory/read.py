@@ -22,9 +22,11 @@ class Read(Protocol):
         """x (N, d) the memory's input, indices and weights (N, J), an index below 0 reads nothing -> (N, d) in `dtype`."""
 
 
-def build_read(config: MemoryConfig, dim: int) -> Read:
-    """The read that `memory.read` names (pkm.config.kinds)."""
-    read: Read = named(READS[config.read].build)(config, dim)
+def build_read(config: MemoryConfig, dim: int, like: Read | None = None) -> Read:
+    """The read that `memory.read` names (pkm.config.kinds); with the tables of `like`, a read of the same kind, if it is given."""
+    tables = {} if like is None else dict(like.named_children())  # type: ignore[attr-defined]
+    shared = {name: table for name, table in tables.items() if isinstance(table, Values)}
+    read: Read = named(READS[config.read].build)(config, dim, **shared)
     return read
 
 

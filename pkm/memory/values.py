@@ -43,7 +43,7 @@ class Values(nn.Module):
 
     def __init__(self, slots: int, dim: int, std: float | None = None):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(slots, dim).normal_(std=std or dim**-0.5))
+        self.weight = nn.Parameter(torch.empty(slots, dim).normal_(std=dim**-0.5 if std is None else std))
         self.backend: Backend = REFERENCE
         self.read_sharded: Callable[[Values, Tensor, Tensor, torch.dtype], Tensor] | None = None
         # By which backward finds the table. A tensor, so that all tables of a size share compiled code: a number would
@@ -115,6 +115,14 @@ class Values(nn.Module):
         super().__setstate__(state)
         if self.collects:
             self._draw_ticket()  # of its own: with the original's ticket its gradients would go there
+
+
+def borrow(module: nn.Module, name: str, table: Values) -> None:
+    """Let `module` read a table that is another's part: found by its name, but no part of it.
+
+    So a model has every table once: as a parameter, in checkpoints, and when it is moved.
+    """
+    object.__setattr__(module, name, table)
 
 
 def tables(model: nn.Module) -> dict[str, Values]:

@@ -48,7 +48,7 @@ class Parameters:
     keys: int
     """Product: H x 2 x C x q/2; flat: H x K x q; of every memory."""
     values: int
-    """M x K x d."""
+    """M x K x d; a table that several memories share counts once."""
     read: int = 0
     """What the memories' reads and outputs learn besides the values."""
     experts: int = 0
@@ -84,7 +84,7 @@ def parameters(config: Config, vocab_size: int) -> Parameters:
         norms=norms * norm * d,
         query=_of_memories(config, lambda m: of_memory.query(m, d).parameters),
         keys=_of_memories(config, lambda m: of_memory.keys(m, d).parameters),
-        values=_of_memories(config, lambda m: m.size * of_memory.row(m, d)),
+        values=_of_tables(config, lambda m, _: m.size * of_memory.row(m, d)),
         read=_of_memories(config, lambda m: sum(of(m, d).parameters for of in (of_memory.read, of_memory.output))),
         experts=len(config.expert_layers) * _experts(config, model.experts.count) if model.experts else 0,
         output=0 if model.tie_embeddings else vocab_size * d,
@@ -104,6 +104,12 @@ def _expansions(config: Config) -> int:
 def _of_memories(config: Config, of: Callable[[MemoryConfig], int]) -> int:
     """The sum over all memories of what one of a section has."""
     return sum(len(config.layers_of(memory)) * of(memory) for memory in config.memories)
+
+
+def _of_tables(config: Config, of: Callable[[MemoryConfig, int], int]) -> int:
+    """The sum over all tables of what one of a section has; `of` is told how many memories read it."""
+    every = ((m, len(config.layers_of(m))) for m in config.memories)
+    return sum(of(m, count) if m.share_values else count * of(m, 1) for m, count in every)
 
 
 def _feed_forwards(config: Config) -> int:
@@ -210,10 +216,10 @@ def training_bytes(config: Config, vocab_size: int, ranks: int = 1) -> TrainingB
     at_once = min(config.optim.micro_batch or windows, windows)
     tokens = windows * config.corpus.context * share
 
-    def touched(m: MemoryConfig) -> int:
-        return of_memory.touched_rows(m, tokens) * (of_memory.row(m, config.model.dim) * FP32 // share + 8)
+    def touched(m: MemoryConfig, readers: int) -> int:
+        return of_memory.touched_rows(m, readers * tokens) * (of_memory.row(m, config.model.dim) * FP32 // share + 8)
 
-    value_gradients = count.values // share * FP32 if values.update == "dense" else _of_memories(config, touched)
+    value_gradients = count.values // share * FP32 if values.update == "dense" else _of_tables(config, touched)
     return TrainingBytes(
         weights=count.dense * FP32 + count.values // share * BYTES[values.dtype],
         gradients=count.dense * FP32 + value_gradients,
@@ -292,16 +298,19 @@ def traffic(config: Config, vocab_size: int, ranks: int) -> Traffic:
             return micro_batches * summed(forwards * (size + FP32) + size, ranks)
         return size
 
-    def values(m: MemoryConfig) -> int:
-        tokens = windows * config.corpus.context
-        if config.parallel.values == "sharded":
-            return of_memory.sent_sharded(m, d, tokens, ranks, BYTES[planned_precision(config)], forwards)
-        return of_memory.sent_replicated(m, d, tokens, ranks, config.optim.values.update == "dense")
+    tokens = windows * config.corpus.context
+
+    def replicated(m: MemoryConfig, readers: int) -> int:
+        return of_memory.sent_replicated(m, d, readers * tokens, ranks, config.optim.values.update == "dense")
+
+    def sharded(m: MemoryConfig) -> int:
+        return of_memory.sent_sharded(m, d, tokens, ranks, BYTES[planned_precision(config)], forwards)
 
     norms = _of_memories(config, norm)
     if not config.parallel.sync_batch_norm:
         norms = summed(norms, ranks)
-    return Traffic(dense, norms, _of_memories(config, values))
+    shards = config.parallel.values == "sharded"
+    return Traffic(dense, norms, _of_memories(config, sharded) if shards else _of_tables(config, replicated))
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:

@@ -93,10 +93,23 @@ def _rows_of_a_memory(config: Config, m: MemoryConfig) -> list[Row]:
         ("memory at layers", layers, {"replace": "in place of", "beside": "beside", "after": "after"}[m.place]
          + " the feed-forward network"),
         ("slots of a memory", keys, f"{m.keys} keys, H = {m.heads}, k = {m.knn}, query {m.query.dim} "
-         f"({m.query.norm} norm), kernels: {m.kernels}"),
+         f"({m.query.norm} norm){_of_keys(m)}, kernels: {m.kernels}"),
         ("bytes per slot", f"{bytes_per_slot(config, m):,}", f"value {config.optim.values.dtype}, Adam's moments "
-         f"{config.optim.values.state_dtype}, update: {config.optim.values.update}"),
+         f"{config.optim.values.state_dtype}, update: {config.optim.values.update}{_of_values(m)}"),
     ]  # fmt: skip
+
+
+def _of_keys(m: MemoryConfig) -> str:
+    """What is not as in the paper."""
+    return (", keys shared by heads" if m.keys_shared_by_heads else "") + (
+        f", {m.keys_norm} norm of keys" if m.keys_norm != "none" else ""
+    )
+
+
+def _of_values(m: MemoryConfig) -> str:
+    """The same."""
+    said = {"one table for all layers": m.share_values, f"{m.gate} gate": m.gate != "none"}
+    return "".join(f", {word}" for word, holds in said.items() if holds)
 
 
 def _size_rows(config: Config, vocab_size: int, ranks: int) -> list[Row]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pkm.config.schema import Config, ModelConfig
+from pkm.config.schema import Config, MemoryConfig, ModelConfig
 from pkm.distributed import dist
 from pkm.memory.layer import MemoryLayer
 from pkm.memory.values import Values, tables
@@ -54,8 +54,10 @@ class Block(nn.Module):
     post-norm (XLM): x <- norm(x + f(x));  pre-norm: x <- x + f(norm(x)).
     """
 
-    def __init__(self, config: Config, layer: int):
-        """layer    counted from 1: it says which memories and experts the block holds"""
+    def __init__(self, config: Config, layer: int, first: dict[MemoryConfig, MemoryLayer]):
+        """layer    counted from 1: it says which memories and experts the block holds
+        first    of each section whose memories share their tables, the memory that holds them; it grows
+        """
         super().__init__()
         dim, memories = config.model.dim, config.memories_at(layer)
         self.names: dict[str, str] = {m.place: name for name, m in memories.items()}
@@ -68,7 +70,10 @@ class Block(nn.Module):
             self.feed_forward = FeedForward(config.model, config.ffn)
         self.memory: MemoryLayer | None = None
         for name, m in memories.items():
-            setattr(self, name, MemoryLayer(m, dim))
+            memory = MemoryLayer(m, dim, first.get(m))
+            setattr(self, name, memory)
+            if m.share_values:
+                first.setdefault(m, memory)
         self.norms = nn.ModuleList(build_norm(config.model, dim) for _ in range(3 if "after" in self.names else 2))
         self.dropout = config.model.dropout
 
@@ -121,7 +126,8 @@ class Transformer(nn.Module):
         self.tokens = nn.Embedding(vocab_size, model.dim)
         self.positions = nn.Embedding(self.context, model.dim) if model.positions == "learned" else None
         self.embedding_norm = build_norm(model, model.dim) if model.embedding_norm else nn.Identity()
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(1, model.layers + 1))
+        first: dict[MemoryConfig, MemoryLayer] = {}
+        self.blocks = nn.ModuleList(Block(config, layer, first) for layer in range(1, model.layers + 1))
         self.final_norm = build_norm(model, model.dim) if model.norm == "pre" else nn.Identity()
         self.output = None if model.tie_embeddings else nn.Embedding(vocab_size, model.dim)
         self.output_bias = nn.Parameter(torch.zeros(vocab_size)) if model.bias else None

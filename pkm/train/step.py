@@ -100,7 +100,7 @@ def scaling(model: Transformer, loss: torch.Tensor, scale: float) -> float | tor
 
     A gradient of NaN moves nothing, also of tokens whose own part of the loss is finite.
     """
-    if all(memory.values.inside_backward is None for _, memory in model.memories()):
+    if all(table.inside_backward is None for table in model.tables().values()):
         return scale
     return torch.where(dist.all_reduce(loss.clone()).isfinite(), scale, math.nan)
 

@@ -45,6 +45,7 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("memory.knn", ["memory.knn=65"]),
     ("memory.knn", ["memory.keys=flat", "memory.sub_keys=null", "memory.slots=20"]),
     ("memory.query.dim", ["memory.query.dim=7"]),
+    ("memory.share_values", ["memory.layers=[3, 5]", "memory.share_values=true", "optim.values.update=in_backward"]),
 ]
 
 
