@@ -16,7 +16,8 @@ from pydantic_core import PydanticCustomError
 
 class Kind(NamedTuple):
     build: str
-    """Takes a MemoryConfig (a read, a gate: and the model's width) and makes a module."""
+    """Takes a MemoryConfig (a read, a gate: and the model's width) and makes a module; a read also its own tables, by the names
+    that they have in it, if they are another memory's."""
     cost: str
     """Takes a MemoryConfig and the model's width and makes a pkm.memory.cost.Cost, without torch."""
 
@@ -29,6 +30,7 @@ KEYS: dict[str, Kind] = {
 
 READS: dict[str, Kind] = {
     "rows": Kind("pkm.memory.read:rows", "pkm.memory.cost:rows"),
+    "experts": Kind("pkm.memory.read:experts", "pkm.memory.cost:experts"),
 }
 """What a slot gives: an object with the methods of pkm.memory.read.Read."""
 

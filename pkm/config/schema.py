@@ -164,7 +164,10 @@ class MemoryConfig(Part):
     """Slots that a head reads, k."""
     query: QueryConfig = QueryConfig()
     read: Annotated[str, *one_of(READS)] = "rows"
-    """What a slot gives: rows = its value, summed over the slots with their weights."""
+    """What a slot gives: rows = its value v; experts = act(u . x) v, u a second table's row, x the memory's input (PEER); summed
+    over the slots with their weights."""
+    activation: Literal["gelu", "relu", "silu"] = "gelu"
+    """Of experts."""
     gate: Annotated[str, *one_of(GATES)] = "none"
     """What becomes of what was read y: none = as it is; silu = W2 (y * silu(W1 x)), as in Memory+."""
     share_values: bool = False

@@ -24,6 +24,8 @@ class Cost:
     """All but those of tables."""
     row: int = 0
     """Numbers of a slot in tables: there are K times as many."""
+    tables: int = 0
+    """How many tables these are: each is read with the same indices."""
     flops: int = 0
     """Forward, of one token. What counts: see pkm.model.cost.Flops."""
     backward_flops: int | None = None
@@ -85,7 +87,14 @@ def _search(m: MemoryConfig, scores: int, size: int) -> Cost:
 
 def rows(m: MemoryConfig, d: int) -> Cost:
     """A row of d numbers a slot; H k of them summed."""
-    return Cost(row=d, flops=2 * m.heads * m.knn * d)
+    return Cost(row=d, tables=1, flops=2 * m.heads * m.knn * d)
+
+
+def experts(m: MemoryConfig, d: int) -> Cost:
+    """Two rows of d numbers a slot, H k of each read: multiplied with the token, and summed. Kept are the products and the weights
+    that they make."""
+    reads = m.heads * m.knn
+    return Cost(row=2 * d, tables=2, flops=4 * reads * d, kept_fp32=2 * reads)
 
 
 def as_it_is(m: MemoryConfig, d: int) -> Cost:
@@ -158,12 +167,13 @@ def sent_replicated(m: MemoryConfig, d: int, tokens: int, ranks: int, dense: boo
 
 
 def sent_sharded(m: MemoryConfig, d: int, tokens: int, ranks: int, product: int, forwards: int) -> int:
-    """Bytes that each rank sends in an update of a table of which each holds columns, with `tokens` of each in it.
+    """Bytes that each rank sends in an update of tables of which each holds columns, with `tokens` of each in it.
 
-    N J indices and weights to each other rank, and the weights' gradients back; N d / R outputs to each other rank, and
-    their gradients back. `forwards`: 2 if activations are recomputed.
+    Of each table N J indices and weights to each other rank, and the weights' gradients back; N d / R outputs to each other
+    rank, and their gradients back; of experts' first table tokens go and products come back, as many. `forwards`: 2 if
+    activations are recomputed.
     """
-    reads = m.heads * m.knn
+    reads = m.heads * m.knn * sum(part.tables for part in parts(m, d))
     selection = (ranks - 1) * tokens * reads * (forwards * (INDEX + FP32) + FP32)
     outputs = (ranks - 1) * tokens * row(m, d) // ranks * product * (forwards + 1)
     return selection + outputs

@@ -5,14 +5,18 @@ Shapes: N tokens, d model width, J reads of a token (heads * k).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pkm.config.kinds import READS, named
 from pkm.config.schema import MemoryConfig
-from pkm.memory.values import Values
+from pkm.memory.values import Values, borrow
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
 class Read(Protocol):
@@ -34,8 +38,31 @@ def rows(config: MemoryConfig, dim: int) -> Rows:
     return Rows()
 
 
+def experts(config: MemoryConfig, dim: int, down: Values | None = None) -> Experts:
+    return Experts(config, dim, down)
+
+
 class Rows(nn.Module):
     """The weighted sum of rows of the table (paper eq. 3)."""
 
     def forward(self, values: Values, x: Tensor, indices: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         return values.read(indices, weights, dtype)
+
+
+class Experts(nn.Module):
+    """Each slot a network of one hidden unit: the weighted sum of act(u_i . x) v_i, u a table of its own, v the memory's values
+    (PEER: He, 2024, eq. 1-3)."""
+
+    down: Values
+
+    def __init__(self, config: MemoryConfig, dim: int, down: Values | None = None):
+        """down    the table u, if it is another memory's too"""
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        if down is None:
+            self.down = Values(config.size, dim, config.values_std)
+        else:
+            borrow(self, "down", down)
+
+    def forward(self, values: Values, x: Tensor, indices: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        return values.read(indices, weights * self.activation(self.down.dots(x, indices)), dtype)

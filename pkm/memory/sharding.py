@@ -29,7 +29,7 @@ def columns(width: int) -> slice:
 def shard(values: Values) -> None:
     """Keep this rank's columns of a whole table, and read from every rank's."""
     whole, own = values.weight, columns(values.weight.shape[1])
-    values.read_sharded, values.first_column = read_sharded, own.start
+    values.read_sharded, values.dots_sharded, values.first_column = read_sharded, dots_sharded, own.start
     values.weight = nn.Parameter(whole.detach()[:, own].clone(), requires_grad=whole.requires_grad)
 
 
@@ -39,6 +39,17 @@ def read_sharded(values: Values, indices: Tensor, weights: Tensor, dtype: torch.
     part = values.read_columns(everyones, gather_differentiably(weights).flatten(0, 1), dtype)
     parts = exchange(part.view(dist.world_size(), len(indices), -1))
     return parts.transpose(0, 1).reshape(len(indices), -1)
+
+
+def dots_sharded(values: Values, x: Tensor, indices: Tensor) -> Tensor:
+    """As `Values.dots`, where this rank holds d / R columns: x (N, d), indices (N, J) -> (N, J).
+
+    Each rank gets its columns of every rank's tokens, and sends each the products of these back, which are added up there.
+    """
+    ranks = dist.world_size()
+    columns = exchange(x.view(len(x), ranks, -1).transpose(0, 1)).flatten(0, 1)
+    parts = values.dots_columns(columns, gather(indices).flatten(0, 1))
+    return exchange(parts.view(ranks, len(x), -1)).sum(0)
 
 
 def sum_gradient(values: Values) -> None:

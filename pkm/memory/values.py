@@ -38,7 +38,8 @@ class Values(nn.Module):
                  is left
 
     backend       who reads
-    read_sharded  if set, `weight` is this rank's columns only, and this reads from all of them (pkm.memory.sharding)
+    read_sharded  if set, `weight` is this rank's columns only, and this reads from all of them (pkm.memory.sharding);
+                  `dots_sharded` multiplies with all of them
     """
 
     def __init__(self, slots: int, dim: int, std: float | None = None):
@@ -46,6 +47,7 @@ class Values(nn.Module):
         self.weight = nn.Parameter(torch.empty(slots, dim).normal_(std=dim**-0.5 if std is None else std))
         self.backend: Backend = REFERENCE
         self.read_sharded: Callable[[Values, Tensor, Tensor, torch.dtype], Tensor] | None = None
+        self.dots_sharded: Callable[[Values, Tensor, Tensor], Tensor] | None = None
         # By which backward finds the table. A tensor, so that all tables of a size share compiled code: a number would
         # be a constant of it.
         self.ticket = torch.tensor(0, device="cpu")
@@ -85,6 +87,16 @@ class Values(nn.Module):
             # Backward must pass here for the rows' sake even where nothing before needs a gradient.
             weights = weights.detach().requires_grad_()
         return self.backend.read(self.weight, indices, weights, self.ticket, dtype or self.weight.dtype)
+
+    def dots(self, x: Tensor, indices: Tensor) -> Tensor:
+        """Products of tokens with rows: x (N, d), indices (N, J) int32 or int64 -> (N, J), at least fp32; 0 for an index below 0."""
+        return self.dots_columns(x, indices) if self.dots_sharded is None else self.dots_sharded(self, x, indices)
+
+    def dots_columns(self, x: Tensor, indices: Tensor) -> Tensor:
+        """As `dots`, of the columns that this rank holds, and x (N, d / R) too."""
+        if self.collects and torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # as in `read_columns`
+        return self.backend.dots(x, self.weight, indices, self.ticket)
 
     def gradient(self) -> RowGradient | None:
         """Sum over all backward passes since `.clear_gradient()`; None if no row was read."""

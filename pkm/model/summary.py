@@ -108,7 +108,11 @@ def _of_keys(m: MemoryConfig) -> str:
 
 def _of_values(m: MemoryConfig) -> str:
     """The same."""
-    said = {"one table for all layers": m.share_values, f"{m.gate} gate": m.gate != "none"}
+    said = {
+        f"{m.read} ({m.activation})": m.read == "experts",
+        "one table for all layers": m.share_values,
+        f"{m.gate} gate": m.gate != "none",
+    }
     return "".join(f", {word}" for word, holds in said.items() if holds)
 
 

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pkm.memory.kernels import triton_adam, triton_read, triton_rows, triton_search, triton_statistics
+from pkm.memory.kernels import triton_adam, triton_dots, triton_read, triton_rows, triton_search, triton_statistics
 from pkm.memory.kernels.pairs import candidate_pairs
 from pkm.model import triton_loss
 
@@ -79,6 +79,12 @@ def test_the_read_compiles_without_spilling() -> None:
     types = {"table": HALVES, "indices": INTEGERS, "out": HALVES}
     constants = {"J": 128, "D": 1024, "BD": triton_read.READ_COLUMNS, "BJ": triton_read.READ_ROWS}
     assert registers_and_stack(triton_read.read_kernel, types, constants, triton_read.READ_WARPS)[1] == 0
+
+
+def test_products_with_rows_compile_without_spilling() -> None:
+    types = {"x": HALVES, "table": HALVES, "indices": INTEGERS}
+    constants = {"J": 128, "D": 1024, "BD": triton_dots.COLUMNS, "BJ": triton_dots.ROWS}
+    assert registers_and_stack(triton_dots.dots_kernel, types, constants, triton_dots.WARPS)[1] == 0
 
 
 @pytest.mark.parametrize("mode, master", [(0, False), (1, False), (2, False), (2, True), (3, False)])

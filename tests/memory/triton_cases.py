@@ -14,15 +14,18 @@ from pkm.config.schema import MemoryConfig, QueryConfig, ValuesOptim
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.kernels import (
     adam_step,
+    dot_op,
     reference,
     search_op,
     statistics,
     triton_adam,
+    triton_dots,
     triton_read,
     triton_rows,
     triton_search,
 )
 from pkm.memory.layer import MemoryLayer
+from pkm.memory.values import Values
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -151,6 +154,18 @@ def test_read_and_its_gradients_equal_the_references(
     assert dense.count_nonzero() <= values.numel()
     again = triton_rows.read_backward(grad, table, indices, weights, True, None)
     assert torch.equal(again[0], dots) and torch.equal(again[2], values), "two runs differ"
+
+    # Products with rows: x is what the gradient was above, and their gradients' weights are the weights.
+    assert_near(triton_dots.dots(grad, table, indices), reference.weight_gradient(grad, table, indices), 1e-4)
+    receiver = Values(1, 1)
+    receiver.collect_rows()
+    by_x = dot_op.dots_backward(weights, grad, table, indices, receiver.ticket, "triton")
+    assert_near(by_x, reference.read(table, indices, weights), tolerance)
+    gradient = receiver.gradient()
+    if len(expected_rows) and gradient is not None:
+        assert torch.equal(gradient.rows, expected_rows)
+        assert_near(gradient.values, expected, 1e-4)
+    assert (gradient is None) == (len(expected_rows) == 0)
 
 
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
@@ -322,6 +337,29 @@ def test_a_layer_equals_the_reference_in_output_and_every_gradient(keys: str, no
         results[-1] += list(layer.buffers())
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_of_experts_equals_the_reference_in_output_and_every_gradient_also_moved_inside_backward() -> None:
+    x, results = torch.randn(2, 5, 12, device=DEVICE), []
+    for kernels, update in (("reference", "sparse"), ("triton", "sparse"), ("triton", "in_backward")):
+        config = MemoryConfig(
+            layers=(1,), heads=2, sub_keys=8, knn=3, query=QueryConfig(dim=8), read="experts", kernels=kernels,
+            keys_shared_by_heads=True,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        layer = MemoryLayer(config, 12).to(DEVICE)
+        tables = {"values": layer.values, "down": layer.read.down}  # type: ignore[attr-defined]
+        optimizer = ValuesAdam(tables, ValuesOptim(update=update))
+        optimizer.begin(1e-2, 1)
+        inputs = x.clone().requires_grad_()
+        out = layer(inputs)
+        out.square().sum().backward()
+        optimizer.step(1e-2, 1)
+        others = [p.grad for p in layer.parameters() if p.requires_grad]
+        results.append([out, inputs.grad, *(table.weight for table in tables.values()), *others])
+    for theirs, ours, inside in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(inside, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(not GPU, reason="compiles for a GPU")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pkm.errors import UserError
-from pkm.memory.kernels import flat_search_op, read_op, search_op, statistics
+from pkm.memory.kernels import dot_op, flat_search_op, read_op, search_op, statistics
 
 TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,6 +48,10 @@ class Backend:
     def read(self, table: Tensor, indices: Tensor, weights: Tensor, ticket: Tensor, dtype: torch.dtype) -> Tensor:
         """Weighted sum of rows: see `read_op.read`."""
         return read_op.read(table, indices, weights, ticket, dtype, self.name)
+
+    def dots(self, x: Tensor, table: Tensor, indices: Tensor, ticket: Tensor) -> Tensor:
+        """Products of tokens with rows: see `dot_op.dots`."""
+        return dot_op.dots(x, table, indices, ticket, self.name)
 
     def column_statistics(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, variance and count: see `statistics.column_statistics`."""

@@ -81,6 +81,24 @@ def _(grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, table_id: T
     return torch.empty_like(weights)
 
 
+def give_rows(grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, table_id: Tensor, kernels: str) -> None:
+    """Hand the rows' part of `read_backward` to the table's receiver, if there is one, or apply it where that asks for it."""
+    receiver = RECEIVERS.get(int(table_id))
+    if receiver is None:
+        return
+    step = receiver.step_inside_backward()
+    if kernels == "triton":
+        from pkm.memory.kernels import triton_rows
+
+        rows, values = triton_rows.row_gradient(grad, table, indices, weights, step)
+    else:
+        rows, values = (cpu if kernels == "torch" else reference).row_gradient(grad, indices, weights)
+        if step is not None:
+            adam_step.update(rows, values, table, step)
+    if step is None and rows is not None and values is not None:
+        receiver.receive(rows, values)
+
+
 @torch.library.custom_op("pkm::read_table_gradient", mutates_args=())
 def read_table_gradient(grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, kernels: str) -> Tensor:
     """Gradient of `read` by the whole table, (K, d) in its dtype."""

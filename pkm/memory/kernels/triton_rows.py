@@ -273,6 +273,21 @@ def read_backward(
     return dots.to(weights.dtype), rows, out if want_rows else None
 
 
+def row_gradient(
+    grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, step: AdamStep | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradient of `read` by the rows that were read: rows (U,) int64 and values (U, D) fp32, unless `step` is applied instead."""
+    if not indices.numel():
+        return None, None
+    p = plan(indices)
+    if step is not None:
+        backward(p, grad, table, weights, None, step, None)
+        return None, None
+    out = torch.empty(p.counted()[1], table.shape[1], dtype=torch.float32, device=table.device)
+    backward(p, grad, table, weights, out, None, None)
+    return p.rows[: len(out)].long(), out
+
+
 def dense_gradient(grad: Tensor, table: Tensor, indices: Tensor, weights: Tensor, out: Tensor) -> None:
     """Gradient of `read` by the table into out (K, D), zero where no row was read."""
     if indices.numel():
