@@ -34,12 +34,14 @@ setup(
         "zstandard",
     ],
     extras_require={
+        "eval": ["lm-eval"],
         "faiss": ["faiss-cpu"],
         "report": ["jinja2", "matplotlib"],
         "test": [
             "faiss-cpu",
             "hypothesis",
             "jinja2",
+            "lm-eval",
             "matplotlib",
             "mypy",
             "pytest",

@@ -3,9 +3,11 @@
 python scripts/evaluate.py runs/quickstart
 python scripts/evaluate.py runs/quickstart --split valid --checkpoint latest --stride 64 --json
 python scripts/evaluate.py runs/quickstart --facts         # kept in the run's facts.json; scripts/compare.py sets runs side by side
+python scripts/evaluate.py runs/quickstart --tasks lambada_openai,hellaswag --limit 100    # of lm-evaluation-harness, alone
 """
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 
@@ -30,6 +32,10 @@ def main() -> int:
         help="ask for N names, places and numbers as the rest of their sentence: a third of held-out articles, a third "
         "read once in training, a third more often (N: %(const)s)",
     )
+    parser.add_argument("--tasks", metavar="A,B", help="score these tasks of lm-evaluation-harness, and nothing else")
+    parser.add_argument("--tasks-from", type=Path, metavar="DIR", help="with --tasks: a folder of tasks of your own")
+    parser.add_argument("--shots", type=int, help="with --tasks: examples before each question (default: the task's)")
+    parser.add_argument("--limit", type=int, help="with --tasks: only the first so many questions of each")
     parser.add_argument("--corpus", type=Path, help="where the prepared corpus lies now (default: the run's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -38,6 +44,8 @@ def main() -> int:
         raise UserError(f"{args.documents} documents cannot be scored", "--documents", "give 1 or more")
     if args.facts is not None and args.facts < 1:
         raise UserError(f"{args.facts} facts cannot be asked for", "--facts", "give 1 or more")
+    if args.tasks:
+        return score_tasks(args)
     overrides = [f"device={args.device}"]
     overrides += [f"evaluate.{key}={value}" for key in ("stride", "batch") if (value := getattr(args, key)) is not None]
     overrides += [f"corpus.path={json.dumps(str(args.corpus))}"] if args.corpus else []
@@ -60,6 +68,18 @@ def main() -> int:
     if known:
         atomic_write(args.run / FILE, json_text(known.record(), indent=1))
     print(json_text(record, indent=2).rstrip() if args.json else report_markdown(record, evaluation, speed, known))
+    return 0
+
+
+def score_tasks(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("lm-evaluation-harness is not installed", "--tasks", "pip install 'pkm[eval]'")
+    from pkm.evaluation import harness
+    from pkm.files import json_text
+
+    model = harness.HarnessModel(args.run, args.checkpoint, args.corpus, args.batch, args.device)
+    found = harness.score_tasks(model, args.tasks.split(","), args.tasks_from, args.shots, args.limit)
+    print(json_text(found, indent=2).rstrip() if args.json else harness.tasks_markdown(found))
     return 0
 
 

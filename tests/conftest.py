@@ -10,6 +10,8 @@ for name in list(os.environ):
     ):  # fmt: skip
         del os.environ[name]
 os.environ["TERM"] = "xterm"
+# Nothing is downloaded, and nothing sent.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
 # What a shell starts in the background ignores Ctrl-C, and so does everything that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -37,7 +39,7 @@ hypothesis.settings.load_profile("untimed")
 
 
 SLOW = (
-    "doctor/test_ranks.py", "distributed/", "faults/", "prepare/test_executor.py", "prepare/test_killed.py", "report/test_browser.py",
+    "evaluation/test_harness.py", "doctor/test_ranks.py", "distributed/", "faults/", "prepare/test_executor.py", "prepare/test_killed.py", "report/test_browser.py",
     "resume/", "slurm/", "test_examples.py", "train/test_parallel.py",
 )  # fmt: skip
 
