@@ -38,6 +38,7 @@ setup(
         "faiss": ["faiss-cpu"],
         "hf": ["transformers"],  # to load what scripts/export.py --format hf writes; to write it takes nothing
         "report": ["jinja2", "matplotlib"],
+        "tokenizers": ["tokenizers"],
         "test": [
             "faiss-cpu",
             "hypothesis",

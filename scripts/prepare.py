@@ -25,6 +25,7 @@ from pkm.prepare.input.listing import LeftOut
 from pkm.prepare.input.sources import list_inputs
 from pkm.prepare.pipeline import prepare
 from pkm.prepare.settings import PrepareConfig, impossible
+from pkm.prepare.subwords import check_given
 
 
 def arguments() -> argparse.Namespace:
@@ -50,6 +51,8 @@ def main() -> None:
     if config.download and not config.directory.exists():
         sample.fetch()
     began = time.monotonic()
+    if given.dry_run:
+        check_given(config)
     if given.dry_run or not config.directory.exists():
         left_out = LeftOut()
         show_plan(config, list_inputs(config, left_out), left_out, console)

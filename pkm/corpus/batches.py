@@ -132,6 +132,11 @@ def windows(split: Split, context: int) -> int:
     return (split.tokens - 1) // context
 
 
+def evaluation_windows(tokens: int, context: int, stride: int) -> int:
+    """How many windows score so many tokens."""
+    return 1 + max(0, -(-(tokens - 1 - context) // stride))
+
+
 def evaluation_batches(
     split: Split, context: int, sequences: int, stride: int | None = None, documents: int | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -147,7 +152,7 @@ def evaluation_batches(
     total = split.tokens if documents is None else split.document_start(min(documents, split.documents))
     if total < 2:
         raise UserError(f"the {split.name} split has no text to evaluate on", fix="prepare a corpus with held-out text")
-    count = 1 + max(0, -(-(total - 1 - context) // stride))
+    count = evaluation_windows(total, context, stride)
     for first in range(0, count, sequences):
         rows = min(sequences, count - first)
         span = np.full((rows - 1) * stride + context + 1, IGNORE, np.int64)

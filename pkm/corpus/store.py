@@ -1,9 +1,11 @@
 """A prepared corpus on disk: opened memory-mapped, written shard by shard.
 
     manifest.json      format version, tokenizer, hashes, counts, shards, settings, what was dropped
-    codes  vocab       the subwords, in fastBPE's formats
+    codes  vocab       the subwords, in fastBPE's formats; or
+    tokenizer.json     those of the `tokenizers` library
     train-00000.bin    ids of one shard, little-endian, uint16 where the vocabulary fits, else uint32
     train-00000.idx    where each of its documents starts in it, little-endian uint64, in tokens
+    train-00000.words  words of each of its documents, little-endian uint32, where ids do not tell (tokenizer.json)
 
 Each split (train, valid, test) is one long sequence of tokens: its documents in order, across its shards.
 """
@@ -27,10 +29,16 @@ from pkm.text.vocab import SPECIALS, UNK_ID, Vocab
 
 if TYPE_CHECKING:
     from pkm.text.encode import Encoder
+    from pkm.text.library import LibraryEncoder
 
-FORMAT = 1
+FORMAT, OTHER_FORMAT = 1, 2
+"""Of a corpus with codes and vocabulary of ours, and of one whose ids are another program's."""
+
 SPLITS = ("train", "valid", "test")
-START = np.dtype("<u8")
+START, COUNT = np.dtype("<u8"), np.dtype("<u4")
+TOKENIZER = "tokenizer.json"
+MOSES, WHITE_SPACE = "Moses tokens", "between white space"
+"""What is counted as a word."""
 FLUSH_TOKENS = 1 << 21
 COUNTED_TOKENS = 1 << 22
 
@@ -54,16 +62,43 @@ class Shard:
     idx_sha256: str
     unknown: int | None = None
     """Tokens that are <unk>; None in a manifest from before they were counted."""
+    words_sha256: str | None = None
+    """Of its .words; None where it has none."""
+
+    def record(self) -> dict[str, Any]:
+        """As the manifest has it."""
+        return {key: value for key, value in asdict(self).items() if key != "words_sha256" or value is not None}
+
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of each of its files, by the ending."""
+        known = {"bin": self.bin_sha256, "idx": self.idx_sha256, "words": self.words_sha256}
+        return {suffix: digest for suffix, digest in known.items() if digest is not None}
+
+
+@dataclass(frozen=True)
+class OtherVocab:
+    """Ids from 0 to size - 1 that another program gave to pieces of its own.
+
+    end_id       ends every document
+    unknown_id   stands for what that program did not know; None if nothing does
+    """
+
+    size: int
+    end_id: int
+    unknown_id: int | None
 
 
 class Split:
     """The documents of one split as one sequence of token ids. Nothing is read before it is asked for.
 
-    documents, words (Moses words), tokens (subwords and one </s> a line), bytes (UTF-8, of the text before tokenizing)
+    documents, words (as Corpus.words_are says), tokens (subwords and the ends of lines or documents), bytes (UTF-8, of
+    the text before tokenizing)
     """
 
-    def __init__(self, name: str, path: Path, dtype: np.dtype, shards: Sequence[Shard]):
-        self.name = name
+    def __init__(
+        self, name: str, path: Path, dtype: np.dtype, shards: Sequence[Shard], unknown_id: int | None = UNK_ID
+    ):
+        self.name, self._unknown_id = name, unknown_id
         self.documents = sum(shard.documents for shard in shards)
         self.words = sum(shard.words for shard in shards)
         self.tokens = sum(shard.tokens for shard in shards)
@@ -84,7 +119,7 @@ class Split:
         if self._unknown is not None:
             return self._unknown / max(self.tokens, 1)
         first = self.read(0, COUNTED_TOKENS)
-        return float((first == UNK_ID).mean()) if len(first) else 0.0
+        return float((first == self._unknown_id).mean()) if len(first) else 0.0
 
     def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
         if name not in self._mapped:
@@ -140,6 +175,15 @@ class Split:
             found[here] = self._first_document[shard] + np.searchsorted(starts, wanted, side="right") - 1
         return found
 
+    def words_before(self, document: int) -> int:
+        """Words of the documents before one, where shards count the words of each (Shard.words_sha256)."""
+        total = 0
+        for shard, first in zip(self._shards, self._first_document.tolist(), strict=False):
+            if first >= document:
+                break
+            total += int(self._map(f"{shard.file}.words", COUNT)[: document - first].sum(dtype=np.int64))
+        return total
+
     def document(self, i: int) -> np.ndarray:
         """Token ids of document i, int64."""
         return self.read(self.document_start(i), self.document_start(i + 1))
@@ -147,11 +191,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus. `fingerprint` names its content: equal if and only if codes, vocabulary and all ids are."""
+    """A prepared corpus. `fingerprint` names its content: equal if and only if codes, vocabulary and all ids are.
+
+    vocab   pieces and ids where codes and vocabulary are ours, else the ids alone
+    """
 
     path: Path
     manifest: dict[str, Any]
-    vocab: Vocab
+    vocab: Vocab | OtherVocab
     train: Split | None
     valid: Split | None
     test: Split | None
@@ -163,8 +210,22 @@ class Corpus:
     def split(self, name: str) -> Split | None:
         return {"train": self.train, "valid": self.valid, "test": self.test}[name]
 
-    def encoder(self) -> Encoder:
+    @property
+    def unknown_id(self) -> int | None:
+        """What stands for text that the vocabulary cannot say; None if nothing does."""
+        return self.vocab.unknown_id if isinstance(self.vocab, OtherVocab) else UNK_ID
+
+    @property
+    def words_are(self) -> str:
+        """What is counted as a word."""
+        return WHITE_SPACE if isinstance(self.vocab, OtherVocab) else MOSES
+
+    def encoder(self) -> Encoder | LibraryEncoder:
         """The encoder that made the ids; it also decodes them."""
+        if isinstance(self.vocab, OtherVocab):
+            from pkm.text.library import LibraryEncoder
+
+            return LibraryEncoder.load(self.path / TOKENIZER, self.manifest["tokenizer"]["end"])
         from pkm.text.bpe import Codes
         from pkm.text.encode import Encoder
 
@@ -174,29 +235,37 @@ class Corpus:
 def fingerprint_of(manifest: dict[str, Any]) -> str:
     """SHA-256 over everything that decides the ids: tokenizer, hashes of codes, vocabulary and shards."""
     shards = [[s, x["bin_sha256"], x["idx_sha256"]] for s in SPLITS for x in manifest["splits"][s]["shards"]]
-    content = [manifest["format"], manifest["tokenizer"], manifest["codes"], manifest["vocab"], shards]
+    ours = [manifest["codes"], manifest["vocab"]] if manifest["format"] == FORMAT else []
+    content = [manifest["format"], manifest["tokenizer"], *ours, shards]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def open_corpus(path: str | Path) -> Corpus:
     """Open a prepared corpus: milliseconds and a few megabytes, whatever its size.
 
-    Verified: format version, hashes of codes and vocabulary, every shard's size, ids below the vocabulary's size.
+    Verified: format version, hashes of codes and vocabulary or of tokenizer.json, every shard's size, ids below the
+    vocabulary's size.
     UserError where one of these fails. (`scripts/prepare.py --verify` also hashes every shard.)
     """
     path = Path(path)
     manifest = read_manifest(path)
-    for name in ("codes", "vocab"):
-        if sha256(path / name) != manifest[name]["sha256"]:
+    for name, digest in _subword_files(manifest).items():
+        if sha256(path / name) != digest:
             raise _damaged("it was changed after the corpus was prepared", path / name)
-    vocab = Vocab.load(path / "vocab", manifest["vocab"].get("specials", SPECIALS))
+    vocab: Vocab | OtherVocab
+    if manifest["format"] == FORMAT:
+        vocab = Vocab.load(path / "vocab", manifest["vocab"].get("specials", SPECIALS))
+    else:
+        about = manifest["tokenizer"]
+        vocab = OtherVocab(manifest["vocab_size"], about["end_id"], about["unknown_id"])
+    unknown_id = UNK_ID if isinstance(vocab, Vocab) else vocab.unknown_id
     dtype = np.dtype(manifest["dtype"])
     splits = {}
     for name in SPLITS:
         shards = [Shard(**shard) for shard in manifest["splits"][name]["shards"]]
         for shard in shards:
             _check_shard(path, shard, dtype, vocab.size)
-        splits[name] = Split(name, path, dtype, shards) if sum(s.documents for s in shards) else None
+        splits[name] = Split(name, path, dtype, shards, unknown_id) if sum(s.documents for s in shards) else None
     return Corpus(path, manifest, vocab, **splits)
 
 
@@ -217,8 +286,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         version = manifest["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged("the manifest is damaged", file) from error
-    if version != FORMAT:
-        raise _damaged(f"the corpus has format {version}, this version of pkm reads {FORMAT}", file)
+    if version not in (FORMAT, OTHER_FORMAT):
+        raise _damaged(f"the corpus has format {version}, this version of pkm reads {FORMAT} and {OTHER_FORMAT}", file)
     try:
         intact = manifest["fingerprint"] == fingerprint_of(manifest)
     except (KeyError, TypeError):
@@ -226,6 +295,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not intact:
         raise _damaged("the manifest is damaged: its fingerprint does not fit", file)
     return manifest
+
+
+def _subword_files(manifest: dict[str, Any]) -> dict[str, str]:
+    """SHA-256 by name of the files that subwords are made with."""
+    if manifest["format"] == FORMAT:
+        return {name: manifest[name]["sha256"] for name in ("codes", "vocab")}
+    return {TOKENIZER: manifest["tokenizer"]["sha256"]}
 
 
 def _damaged(what: str, file: Path) -> UserError:
@@ -239,16 +315,22 @@ def vocab_size_of(path: Path) -> int | None:
 
 
 def _check_shard(path: Path, shard: Shard, dtype: np.dtype, vocab_size: int) -> None:
-    for suffix, expected in ((".bin", shard.tokens * dtype.itemsize), (".idx", shard.documents * START.itemsize)):
-        file = path / (shard.file + suffix)
+    documents = shard.documents
+    sizes = {
+        "bin": shard.tokens * dtype.itemsize,
+        "idx": documents * START.itemsize,
+        "words": documents * COUNT.itemsize,
+    }
+    for suffix in shard.hashes():
+        file = path / f"{shard.file}.{suffix}"
         with explained(file):
             found = os.stat(file).st_size
-        if found != expected:
-            raise _damaged(f"the shard has {found} bytes, its manifest says {expected}", file)
+        if found != sizes[suffix]:
+            raise _damaged(f"the shard has {found} bytes, its manifest says {sizes[suffix]}", file)
     if shard.tokens and shard.max_id >= vocab_size:
         raise UserError(
             f"the vocabulary has {vocab_size} entries, but the corpus holds id {shard.max_id}",
-            str(path / "vocab"),
+            str(path / ("tokenizer.json" if (path / TOKENIZER).exists() else "vocab")),
             "restore the vocabulary that the corpus was prepared with, or prepare the corpus again",
         )
 
@@ -257,32 +339,44 @@ def verify(corpus: Corpus) -> None:
     """Hash every shard against the manifest. UserError that names the first one that differs."""
     for name in SPLITS:
         for shard in corpus.manifest["splits"][name]["shards"]:
-            for suffix, key in ((".bin", "bin_sha256"), (".idx", "idx_sha256")):
-                file = corpus.path / (shard["file"] + suffix)
-                if sha256(file) != shard[key]:
+            for suffix, digest in Shard(**shard).hashes().items():
+                file = corpus.path / f"{shard['file']}.{suffix}"
+                if sha256(file) != digest:
                     raise _damaged("the shard is damaged: its hash differs", file)
 
 
 class ShardWriter:
-    """Writes one shard. Encode a document into `ids`, then call `end_document`; `close` gives both files their names.
+    """Writes one shard. Encode a document into `ids`, then call `end_document`; `close` gives its files their names.
 
     Until then they have temporary ones, so a shard is there whole or not at all. Memory: `FLUSH_TOKENS` ids.
+
+    unknown_id    what is counted as unknown; None: nothing is
+    count_words   keep the words of every document besides their sum
     """
 
-    def __init__(self, directory: Path, name: str, vocab_size: int):
-        self.directory, self.name = directory, name
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        vocab_size: int,
+        unknown_id: int | None = UNK_ID,
+        count_words: bool = False,
+    ):
+        self.directory, self.name, self._unknown_id = directory, name, unknown_id
         self.dtype = id_type(vocab_size)
         self.ids = array("H" if self.dtype.itemsize == 2 else "I")
         self.documents = self.words = self.bytes = self.tokens = self.unknown = 0
         self.max_id = -1
-        self._starts = array("Q")
+        self._starts, self._words = array("Q"), array("I")
         self._start = 0
-        self._files = [NewFile(directory / f"{name}.{suffix}") for suffix in ("bin", "idx")]
-        self._hashes = [hashlib.sha256(), hashlib.sha256()]
+        suffixes = ("bin", "idx", "words") if count_words else ("bin", "idx")
+        self._files = [NewFile(directory / f"{name}.{suffix}") for suffix in suffixes]
+        self._hashes = [hashlib.sha256() for _ in suffixes]
 
     def end_document(self, words: int, size: int) -> None:
-        """The ids appended since the last call are one document of `words` Moses words and `size` bytes of text."""
+        """The ids appended since the last call are one document of `words` words and `size` bytes of text."""
         self._starts.append(self._start)
+        self._words.append(words)
         self._start = self.tokens + len(self.ids)
         self.documents += 1
         self.words += words
@@ -294,15 +388,17 @@ class ShardWriter:
         values = np.frombuffer(self.ids, self.ids.typecode) if self.ids else np.empty(0, self.dtype)
         self.max_id = max(self.max_id, int(values.max()) if len(values) else -1)
         self.tokens += len(values)
-        self.unknown += int(np.count_nonzero(values == UNK_ID))
+        self.unknown += 0 if self._unknown_id is None else int(np.count_nonzero(values == self._unknown_id))
         starts = np.frombuffer(self._starts, "Q") if self._starts else np.empty(0, START)
-        contents = values.astype(self.dtype).tobytes(), starts.astype(START).tobytes()
-        for file, digest, content in zip(self._files, self._hashes, contents, strict=True):
+        words = np.frombuffer(self._words, "I") if self._words else np.empty(0, COUNT)
+        contents = values.astype(self.dtype), starts.astype(START), words.astype(COUNT)
+        # Without a file for words they are summed alone.
+        for file, digest, content in zip(self._files, self._hashes, map(np.ndarray.tobytes, contents), strict=False):
             file.write(content)
             digest.update(content)
         # New arrays: numpy's views above forbid shrinking the old ones.
         self.ids = array(self.ids.typecode)
-        self._starts = array("Q")
+        self._starts, self._words = array("Q"), array("I")
 
     def close(self) -> Shard:
         """Finish the shard and publish its files, durable."""
@@ -312,8 +408,8 @@ class ShardWriter:
         with explained(self.directory):
             fsync_directory(self.directory)
         counts = self.documents, self.words, self.tokens, self.bytes, self.max_id
-        bin_sha256, idx_sha256 = (digest.hexdigest() for digest in self._hashes)
-        return Shard(self.name, *counts, bin_sha256, idx_sha256, self.unknown)
+        bin_sha256, idx_sha256, *words_sha256 = (digest.hexdigest() for digest in self._hashes)
+        return Shard(self.name, *counts, bin_sha256, idx_sha256, self.unknown, *words_sha256)
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -322,21 +418,32 @@ class ShardWriter:
 
 
 def write_manifest(
-    path: Path, shards: dict[str, list[Shard]], vocab: Vocab, tokenizer: dict[str, Any], about: dict[str, Any]
+    path: Path,
+    shards: dict[str, list[Shard]],
+    vocab: Vocab | OtherVocab,
+    tokenizer: dict[str, Any],
+    about: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write manifest.json beside codes, vocab and the shards; `about` is kept as it is (settings, what was dropped)."""
+    """Write manifest.json beside what makes subwords and the shards; `about` is kept as it is (settings, what was dropped).
+
+    tokenizer: the settings of ours; of another, what it is called, besides what is found here.
+    """
     manifest: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FORMAT if isinstance(vocab, Vocab) else OTHER_FORMAT,
         "tokenizer": tokenizer,
         "dtype": id_type(vocab.size).str,
         "vocab_size": vocab.size,
-        "codes": {"sha256": sha256(path / "codes")},
-        "vocab": {"sha256": sha256(path / "vocab"), "specials": list(vocab.specials)},
-        "splits": {},
     }
+    if isinstance(vocab, Vocab):
+        manifest["codes"] = {"sha256": sha256(path / "codes")}
+        manifest["vocab"] = {"sha256": sha256(path / "vocab"), "specials": list(vocab.specials)}
+    else:
+        ids = {"end_id": vocab.end_id, "unknown_id": vocab.unknown_id}
+        manifest["tokenizer"] = {**tokenizer, **ids, "sha256": sha256(path / TOKENIZER)}
+    manifest["splits"] = {}
     for name in SPLITS:
         counts = {key: sum(getattr(s, key) for s in shards[name]) for key in ("documents", "words", "tokens", "bytes")}
-        manifest["splits"][name] = {**counts, "shards": [asdict(shard) for shard in shards[name]]}
+        manifest["splits"][name] = {**counts, "shards": [shard.record() for shard in shards[name]]}
     manifest |= about
     manifest["fingerprint"] = fingerprint_of(manifest)
     atomic_write(path / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")

@@ -88,7 +88,7 @@ OPTIONAL = {
     "triton": ("triton", "kernels on NVIDIA GPUs"),
     "faiss": ("faiss", "key search, as in the paper"),
     "fastBPE": ("fastBPE", "an independent check of BPE"),
-    "tokenizers": ("tokenizers", "an independent check of BPE"),
+    "tokenizers": ("tokenizers", "corpora with a tokenizer.json"),
     "sacremoses": ("sacremoses", "an independent check of tokenization"),
 }
 # Names under which the same module is published.

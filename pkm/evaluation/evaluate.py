@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pkm.config.schema import Config
-from pkm.corpus.batches import IGNORE, evaluation_batches
-from pkm.corpus.store import Corpus, Split
+from pkm.corpus.batches import IGNORE, evaluation_batches, evaluation_windows
+from pkm.corpus.store import MOSES, Corpus, OtherVocab, Split
 from pkm.corpus.unknown import WARNS, percent
 from pkm.device import Compute
 from pkm.distributed import dist
@@ -24,7 +24,6 @@ from pkm.errors import UserError
 from pkm.format import LARGEST_PERPLEXITY
 from pkm.memory.usage import Usage, UsageMeter
 from pkm.model.transformer import MemoryName, Transformer
-from pkm.text.vocab import PAD_ID, UNK_ID
 
 WARM_UP_BATCHES = 3
 
@@ -54,6 +53,8 @@ class Evaluation:
     """Why bits_per_byte is None."""
     experts: dict[MemoryName, Usage] = field(default_factory=dict)
     """Of each layer with a mixture of experts (counted from 1) the use of its experts, as of a memory's slots."""
+    words_are: str = MOSES
+    """What is counted as a word."""
 
     def record(self) -> dict[str, Any]:
         """As JSON-ready values."""
@@ -86,7 +87,7 @@ def evaluate(
     which costs little to guess and tells nothing of the bytes it stands for. Usage and KL are those of the slots read for
     the tokens scored here, over the whole pass, in float64 (paper 4.2).
     """
-    word_ends = corpus.vocab.word_ends
+    other, word_ends = isinstance(corpus.vocab, OtherVocab), _word_ends(corpus)
     usage = UsageMeters(model)
     nll, tokens, words, unknown = 0.0, 0, 0, 0
     with inference(model), recording(model):
@@ -97,7 +98,7 @@ def evaluate(
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
-            unknown += int((targets[scored] == UNK_ID).sum())
+            unknown += int((targets[scored] == corpus.unknown_id).sum())
             # Never padding: what follows it is not scored.
             usage.update(torch.from_numpy(scored).flatten().to(compute.device))
     nll, tokens, words, unknown = _sum_over_ranks(nll, tokens, words, unknown)
@@ -108,6 +109,8 @@ def evaluate(
     whole = documents is None or documents >= split.documents
     if whole:
         words = split.words  # Moses's own count: an unknown character within a word ends no word
+    elif other:
+        words = split.words_before(documents or 0)
     withheld = None
     if not whole:
         withheld = f"{documents} of {split.documents} documents are scored"
@@ -128,7 +131,14 @@ def evaluate(
         unknown_share=unknown / tokens,
         bits_per_byte_withheld=withheld,
         experts={layer: meter.result() for layer, meter in usage.experts.items()},
+        words_are=corpus.words_are,
     )
+
+
+def _word_ends(corpus: Corpus) -> np.ndarray:
+    """Whether an id ends a word, by id: (V,) bool, all false where ids do not tell."""
+    vocab = corpus.vocab
+    return np.zeros(vocab.size, bool) if isinstance(vocab, OtherVocab) else vocab.word_ends
 
 
 def conditions(config: Config, split: Split, documents: int | None) -> dict[str, Any]:
@@ -154,7 +164,7 @@ def measure_speed(
     model: Transformer, corpus: Corpus, split: Split, config: Config, compute: Compute, seconds: float = 10.0
 ) -> Speed:
     """Words and BPE tokens per second at inference, over `split`, for at most about `seconds` after a warm-up."""
-    word_ends = corpus.vocab.word_ends
+    word_ends = _word_ends(corpus)
     with inference(model), compute.autocast():
         for batch in islice(_batches(split, config, None), WARM_UP_BATCHES):
             compute.wait()
@@ -173,6 +183,8 @@ def measure_speed(
         compute.wait()
         elapsed = max(dist.gather_objects(time.perf_counter() - started))
     _, tokens, words, _ = _sum_over_ranks(0.0, tokens, words, 0)
+    if isinstance(corpus.vocab, OtherVocab):
+        words = round(tokens * split.words / split.tokens)
     return Speed(
         words_per_second=words / elapsed,
         tokens_per_second=tokens / elapsed,
@@ -186,16 +198,20 @@ def measure_speed(
 def _batches(split: Split, config: Config, documents: int | None) -> Iterator[tuple[Any, ...]]:
     """This rank's windows of every batch; all ranks get as many batches, and rows of padding where text runs out.
 
-    With `model.document_mask` the documents of the inputs besides.
+    Inputs, targets, which inputs are text and not padding; with `model.document_mask` the documents of the inputs besides.
     """
     each = -(-config.evaluate.batch // dist.world_size())
     rows = slice(dist.rank() * each, (dist.rank() + 1) * each)
     together = each * dist.world_size()
     context, stride = config.corpus.context, config.evaluate.stride
+    total = split.document_start(split.documents if documents is None else min(documents, split.documents))
+    windows = evaluation_windows(total, context, stride or context)
     for number, (inputs, targets) in enumerate(evaluation_batches(split, context, together, stride, documents)):
-        starts = (number * together + np.arange(rows.start, rows.stop)) * (stride or context)
-        apart = (split.documents_at(starts[:, None] + np.arange(context)),) if config.model.document_mask else ()
-        yield inputs[rows], targets[rows], *apart
+        window = (number * together + np.arange(rows.start, rows.stop))[:, None]
+        places = window * (stride or context) + np.arange(context)
+        text = (window < windows) & (places < total)
+        apart = (split.documents_at(places),) if config.model.document_mask else ()
+        yield inputs[rows], targets[rows], text, *apart
 
 
 def _sum_over_ranks(nll: float, *counts: int) -> tuple[float, int, int, int]:
@@ -253,8 +269,8 @@ class UsageMeters:
 
 def _forward(model: Transformer, compute: Compute, *batch: Any) -> Tensor:
     """The summed loss of a batch of NumPy arrays; text ends within it, and what follows is padding."""
-    ids, wanted, *documents = (torch.from_numpy(part).to(compute.device) for part in batch)
-    return model(ids, wanted, ids != PAD_ID, *documents)
+    ids, wanted, text, *documents = (torch.from_numpy(part).to(compute.device) for part in batch)
+    return model(ids, wanted, text, *documents)
 
 
 def _exp(x: float) -> float | None:

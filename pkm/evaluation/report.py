@@ -9,7 +9,7 @@ from pkm.corpus.store import Corpus
 from pkm.corpus.unknown import WARNS, percent
 from pkm.device import Compute
 from pkm.distributed import dist
-from pkm.evaluation.evaluate import Evaluation, Speed, evaluate, measure_speed
+from pkm.evaluation.evaluate import MOSES, Evaluation, Speed, evaluate, measure_speed
 from pkm.evaluation.recall import Recall, recall, recall_markdown
 from pkm.files import atomic_write, json_text
 from pkm.format import markdown_table, perplexity
@@ -82,12 +82,14 @@ def report_record(
 def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed, known: Recall | None = None) -> str:
     """Tables: the model, each of its memories, each mixture of experts, and what facts it knows."""
     e, fit, parameters = evaluation, record["training"], record["parameters"]
+    # Reports of Moses tokens, as the paper's are, say it nowhere else.
+    of = "" if e.words_are == MOSES else f" ({e.words_are})"
     model = [
         ("checkpoint", f"step {record['step']:,}"),
         ("parameters", f"{parameters['dense']:,} dense, {parameters['values']:,} values"),
-        ("scored", f"{e.tokens:,} BPE tokens, {e.words:,} words, {e.documents:,} documents ({e.split})"),
+        ("scored", f"{e.tokens:,} BPE tokens, {e.words:,} words{of}, {e.documents:,} documents ({e.split})"),
         ("perplexity per BPE token", perplexity(e.perplexity, e.loss)),
-        ("perplexity per word", perplexity(e.word_perplexity, e.word_loss)),
+        (f"perplexity per word{of}", perplexity(e.word_perplexity, e.word_loss)),
         *([("perplexity on training text", perplexity(fit["perplexity"], fit["loss"]))] if fit else []),
         ("bits per byte", f"- ({e.bits_per_byte_withheld})" if e.bits_per_byte is None else f"{e.bits_per_byte:.4f}"),
         ("<unk> among scored tokens", percent(e.unknown_share) + (" (warning)" if e.unknown_share >= WARNS else "")),

@@ -2,7 +2,8 @@
 
     model.safetensors    every weight and running statistic, fp32 as trained
     config.yaml          the run's config
-    codes  vocab  tokenizer.json    what turns text into its ids and back
+    codes  vocab  tokenizer.json    what turns text into its ids and back; or
+    tokenizer.json  encoder.json    a corpus's tokenizer of the `tokenizers` library, and how it is used
 
 The directory needs neither the run nor the corpus it came from.
 """
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from pkm.checkpoint import tensor_file
 from pkm.config.load import dump
 from pkm.config.schema import Config, load
+from pkm.corpus.store import TOKENIZER, Corpus
 from pkm.device import pick_device
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, publish
@@ -27,16 +29,17 @@ from pkm.inference.trained import Trained
 from pkm.model.transformer import Transformer, build_model
 from pkm.text.bpe import Codes
 from pkm.text.encode import Encoder
+from pkm.text.library import LibraryEncoder
 from pkm.text.vocab import Vocab
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, ENCODER = "model.safetensors", "encoder.json"
 
 
 @dataclass(frozen=True)
 class Exported:
     config: Config
     model: Transformer
-    encoder: Encoder
+    encoder: Encoder | LibraryEncoder
 
 
 def export(trained: Trained, directory: Path) -> None:
@@ -49,27 +52,41 @@ def export(trained: Trained, directory: Path) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             tensor_file.write(temporary / WEIGHTS, trained.model.state_dict(), {"step": str(trained.step)})
-            for name in ("codes", "vocab"):
-                shutil.copy(trained.corpus.path / name, temporary / name)
-            tokenizer = {"specials": trained.corpus.vocab.specials, "encoder": trained.corpus.manifest["tokenizer"]}
-            atomic_write(temporary / "tokenizer.json", json.dumps(tokenizer, indent=1) + "\n")
+            _write_encoder(trained.corpus, temporary)
             atomic_write(temporary / "config.yaml", dump(trained.config))
         publish(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _write_encoder(corpus: Corpus, directory: Path) -> None:
+    ours = isinstance(corpus.vocab, Vocab)
+    for name in ("codes", "vocab") if ours else (TOKENIZER,):
+        shutil.copy(corpus.path / name, directory / name)
+    about = corpus.manifest["tokenizer"]
+    if isinstance(corpus.vocab, Vocab):
+        about = {"specials": corpus.vocab.specials, "encoder": about}
+    atomic_write(directory / (TOKENIZER if ours else ENCODER), json.dumps(about, indent=1) + "\n")
+
+
+def _read_encoder(directory: Path) -> Encoder | LibraryEncoder:
+    file = directory / (ENCODER if (directory / ENCODER).exists() else TOKENIZER)
+    try:
+        with explained(file):
+            about = json.loads(file.read_text())
+        if file.name == ENCODER:
+            return LibraryEncoder.load(directory / TOKENIZER, about["end"])
+        vocab = Vocab.load(directory / "vocab", about["specials"])
+        return Encoder(Codes.load(directory / "codes"), vocab, **about["encoder"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"not what was exported: {error}", str(file), "export again") from None
+
+
 def load_exported(directory: Path, overrides: tuple[str, ...] = ()) -> Exported:
     """Read what `export` wrote; UserError where a file is missing or does not belong to the others."""
     config = load(directory / "config.yaml", overrides).config
-    try:
-        with explained(directory / "tokenizer.json"):
-            tokenizer = json.loads((directory / "tokenizer.json").read_text())
-        vocab = Vocab.load(directory / "vocab", tokenizer["specials"])
-        encoder = Encoder(Codes.load(directory / "codes"), vocab, **tokenizer["encoder"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"not what was exported: {error}", str(directory / "tokenizer.json"), "export again") from None
-    model = build_model(config, vocab.size)
+    encoder = _read_encoder(directory)
+    model = build_model(config, encoder.size)
     try:
         with explained(directory / WEIGHTS):
             (directory / WEIGHTS).stat()  # says what is wrong with the file better than safetensors does

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +12,7 @@ from pkm.errors import UserError
 from pkm.model.attention import Past
 from pkm.model.transformer import Transformer
 from pkm.text.encode import Encoder
-from pkm.text.vocab import EOS_ID
+from pkm.text.library import LibraryEncoder
 
 
 def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, rng: torch.Generator) -> int:
@@ -33,7 +32,7 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
 @torch.no_grad()
 def generate(
     model: Transformer,
-    encoder: Encoder,
+    encoder: Encoder | LibraryEncoder,
     prompt: str,
     tokens: int,
     temperature: float = 1.0,
@@ -43,7 +42,8 @@ def generate(
 ) -> list[str]:
     """Go on from `prompt` by `tokens` ids, once for each of `seeds`, all at once; readable texts, the prompt's included.
 
-    A sample depends on its own seed alone. Special ids other than the end of a line are never sampled.
+    A sample depends on its own seed alone. Special ids are never sampled, but for the end
+    of a line (of a document, with a tokenizer of the `tokenizers` library).
     Raises UserError for settings out of range.
     """
     for name, value, allowed in (
@@ -58,18 +58,14 @@ def generate(
             fix = "a finite temperature >= 0, top-k >= 1, 0 < top-p <= 1, tokens >= 1, samples >= 1, 0 <= seed < 2^63"
             raise UserError(f"{name} = {value} is out of range", f"--{name}", fix)
     rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
-    encoded = array("I")
-    encoder.encode(prompt, encoded)
-    # The prompt's line goes on: without the </s> that ends it.
-    ids = torch.tensor([EOS_ID, *encoded[:-1]]).expand(len(seeds), -1)
-    never = [i for i in range(encoder.vocab.first) if i != EOS_ID]
+    ids = torch.tensor(encoder.prompt(prompt)).expand(len(seeds), -1)
     model.eval()
     reader = Reader(model, ids)
     for _ in range(tokens):
         logits = reader.logits()
         if not logits.isfinite().all():
             raise UserError("the model's predictions are not finite", fix="take an earlier one with --checkpoint STEP")
-        logits[:, never] = -torch.inf
+        logits[:, encoder.unsampled] = -torch.inf
         picked = [pick(row, temperature, top_k, top_p, rng) for row, rng in zip(logits, rngs, strict=True)]
         reader.append(torch.tensor(picked).unsqueeze(1))
     return [encoder.decode(sample[1:]) for sample in reader.ids.tolist()]

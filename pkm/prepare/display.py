@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from pkm.corpus.store import SPLITS, Corpus
+from pkm.corpus.store import SPLITS, Corpus, OtherVocab
 from pkm.corpus.unknown import percent, shares, warning
 from pkm.files import free_bytes
 from pkm.format import printable, roughly, size
@@ -81,7 +81,7 @@ def _estimates(inputs: list[Input], workers: int, large: list[Input], config: Pr
     text = sum(file.text_bytes for file in inputs)
     html = sum(file.text_bytes for file in inputs if file.format == "warc")
     seconds = ((text - html) / READ_RATE + html / HTML_RATE + text / ENCODE_RATE) / max(1, workers)
-    if config.subwords.codes_file is None:
+    if config.is_moses and config.subwords.codes_file is None:
         sample = min(text, config.subwords.sample_megabytes * 2**20)
         seconds += sample / COUNT_RATE / max(1, workers) + LEARN_SECONDS * min(1, config.subwords.codes / 60000)
     articles = text - html * (1 - ARTICLE_SHARE)
@@ -156,6 +156,13 @@ def show_outcome(outcome: Outcome, seconds: float, console: Console) -> None:
     console.print(f"prepared in {roughly(seconds)}")
 
 
+def _tokenizer(corpus: Corpus) -> str:
+    tokenizer = corpus.manifest["tokenizer"]
+    if isinstance(corpus.vocab, OtherVocab):
+        return f"words {corpus.words_are}, ids by tokenizer.json, {tokenizer['end']} ({corpus.vocab.end_id}) after each document"
+    return f"Moses tokens, {'escaped, ' if tokenizer['escape'] else ''}{tokenizer['normalize'] or 'not normalized'}"
+
+
 def show_stats(corpus: Corpus, console: Console) -> None:
     """What a corpus holds, what was dropped on the way and why."""
     manifest = corpus.manifest
@@ -170,10 +177,8 @@ def show_stats(corpus: Corpus, console: Console) -> None:
         share = percent(unknown[name]) if name in unknown else ""
         table.add_row(name, *counts, ratio, share, size(split["bytes"]), f"{len(split['shards']):,}", size(disk))
     console.print(table)
-    tokenizer = manifest["tokenizer"]
-    chain = f"{'escaped, ' if tokenizer['escape'] else ''}{tokenizer['normalize'] or 'not normalized'}"
     console.print(
-        f"vocabulary {manifest['vocab_size']:,} in {manifest['dtype'][1:]}, Moses tokens, {chain}", highlight=False
+        f"vocabulary {manifest['vocab_size']:,} in {manifest['dtype'][1:]}, {_tokenizer(corpus)}", highlight=False
     )
     dropped = ", ".join(f"{n:,} {kind.replace('_', ' ')}" for kind, n in manifest["dropped"].items()) or "nothing"
     files = manifest["inputs"]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from pkm.config.load import flatten
-from pkm.corpus.store import SPLITS, Shard, ShardWriter, read_manifest, write_manifest
+from pkm.corpus.store import SPLITS, OtherVocab, Shard, read_manifest, write_manifest
 from pkm.errors import UserError
-from pkm.files import atomic_write, explained, fsync_tree, publish
+from pkm.files import atomic_write, explained, fsync_tree, publish, sha256
 from pkm.prepare import tasks
 from pkm.prepare.assign import Assignment, decide
 from pkm.prepare.damage import DamageLimit, examples
@@ -25,7 +25,7 @@ from pkm.prepare.input.sources import Input, Piece, list_inputs, needs_unpacking
 from pkm.prepare.settings import PrepareConfig
 from pkm.prepare.spool import spooled_index
 from pkm.prepare.stage import Progress, Stage
-from pkm.prepare.subwords import check_given, learn
+from pkm.prepare.subwords import check_given, encoder_of, files, learn
 from pkm.prepare.work_directory import (
     discard_stale,
     listing,
@@ -34,6 +34,7 @@ from pkm.prepare.work_directory import (
     working_directory,
     working_path,
 )
+from pkm.text.library import LibraryEncoder
 from pkm.text.vocab import Vocab
 
 SMALLEST_SHARD, LARGEST_SHARD, SHARDS = 4 << 20, 64 << 20, 64
@@ -93,6 +94,10 @@ def _check_same(config: PrepareConfig, final: Path) -> None:
     if differing := [f"{key} was {json.dumps(a)}, is now {json.dumps(b)}" for key, a, b in both if a != b]:
         fix = "choose another `name` or `output`, or remove that directory"
         raise UserError(f"it was prepared with other settings: {'; '.join(differing[:8])}", str(final), fix)
+    given = config.subwords.tokenizer
+    if given is not None and given.exists() and sha256(given) != manifest["tokenizer"]["sha256"]:
+        fix = "choose another `name` or `output`, or remove that directory"
+        raise UserError(f"it was prepared with another {given} than the one there now", str(final), fix)
     try:
         inputs = list_inputs(config)
     except UserError:
@@ -210,10 +215,10 @@ def _groups(train_bytes: list[int]) -> list[tuple[int, int, int]]:
 
 def _learn(config: PrepareConfig, work: Path, show: Show, say: Callable[[str], None], outcome: Outcome) -> None:
     """Codes and vocabulary: learned from the sample, or taken as they are."""
-    if (work / "learn" / "vocab").exists():
+    if (work / "learn" / files(config)[-1]).exists():
         return
     paths: list[Path] = []
-    if config.subwords.codes_file is None:
+    if config.is_moses and config.subwords.codes_file is None:
         costs = [size for _, _, size in tasks.load_groups(work)]
         stage = Stage("count", "counting words", work, costs, tasks.count)
         _run(config, stage, show, outcome)
@@ -234,9 +239,9 @@ def _assemble(
     """The held-out splits, in the order of their articles' hashes; codes, vocabulary and manifest."""
     corpus = work / "corpus"
     remove_unfinished(corpus)
-    for name in ("codes", "vocab"):
+    for name in files(config):
         atomic_write(corpus / name, (work / "learn" / name).read_bytes())
-    vocab = Vocab.load(corpus / "vocab", config.subwords.specials)
+    encoder = encoder_of(config, work / "learn")
     shards: dict[str, list[Shard]] = {name: [] for name in SPLITS} | {"train": train}
     about, ids = tasks.load_held(work, len(train))
     ends = np.cumsum([0, *about["tokens"]])
@@ -244,7 +249,7 @@ def _assemble(
         chosen = np.flatnonzero(about["fate"] == assignment)
         if not len(chosen):
             continue
-        writer = ShardWriter(corpus, f"{name}-00000", vocab.size)
+        writer = tasks.shard_writer(corpus, f"{name}-00000", encoder)
         for i in chosen[np.lexsort((about["low"][chosen], about["high"][chosen]))].tolist():
             writer.ids.extend(ids[ends[i] : ends[i + 1]].tolist())
             writer.end_document(int(about["words"][i]), int(about["bytes"][i]))
@@ -252,11 +257,17 @@ def _assemble(
     decided = map(np.load, (work / "decide").glob("*.npy"))
     duplicates = sum(int((assignments == Assignment.DUPLICATE).sum()) for assignments in decided)
     dropped = Counter(damage.dropped) + Counter({"duplicate": duplicates})
+    vocab: Vocab | OtherVocab
+    if isinstance(encoder, LibraryEncoder):
+        vocab = OtherVocab(encoder.size, encoder.end_id, encoder.unknown_id)
+        tokenizer = {"library": "tokenizers", "end": encoder.end}
+    else:
+        vocab, tokenizer = encoder.vocab, config.tokenizer.model_dump()
     write_manifest(
         corpus,
         shards,
         vocab,
-        config.tokenizer.model_dump(),
+        tokenizer,
         {
             "name": config.name,
             "settings": settings_of(config),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -55,6 +55,8 @@ class Limits(Part):
 
 
 class Subwords(Part):
+    """Moses tokens split by fastBPE's merges, unless `tokenizer` names another way."""
+
     codes: Positive = 60000
     """BPE merges to learn."""
     sample_megabytes: Megabytes = 1024
@@ -67,6 +69,11 @@ class Subwords(Part):
     """fastBPE codes to use instead of learning."""
     vocab_file: Path | None = None
     """fastBPE vocabulary that goes with codes_file."""
+    tokenizer: Path | None = None
+    """Hugging Face tokenizer.json to use instead of Moses tokens and codes, kind and all; needs the extra `tokenizers`. Words
+    are then what stands between white space."""
+    end: str | None = None
+    """With `tokenizer`: its token to put after every document; null = <|endoftext|>, </s> or another usual one that it has."""
 
 
 class Tokenizer(Part):
@@ -112,8 +119,28 @@ class PrepareConfig(Part):
     slurm: Slurm = Slurm()
 
     @property
+    def is_moses(self) -> bool:
+        """Whether ids are those of Moses tokens and codes."""
+        return self.subwords.tokenizer is None
+
+    @property
     def directory(self) -> Path:
         return self.output or Path("prepared") / self.name
+
+
+LATER = {"subwords": ("tokenizer", "end")}
+"""Settings of later versions: where they say nothing, a preparation is the one that it was before there were any."""
+
+
+def settings_that_matter(config: PrepareConfig, exclude: Any = None) -> dict[str, Any]:
+    """All settings, JSON-ready, but for later ones at their defaults."""
+    settings = config.model_dump(mode="json", exclude=exclude)
+    for section, names in LATER.items():
+        before = type(getattr(config, section))().model_dump(mode="json", include=set(names))
+        for name in names:
+            if settings[section][name] == before[name]:
+                del settings[section][name]
+    return settings
 
 
 def impossible(config: PrepareConfig) -> list[tuple[str, str, str]]:
@@ -123,6 +150,22 @@ def impossible(config: PrepareConfig) -> list[tuple[str, str, str]]:
         missing = "vocab_file" if config.subwords.vocab_file is None else "codes_file"
         found.append(
             (f"subwords.{missing}", "codes and vocabulary go together", "give both files, or neither to learn")
+        )
+    if config.subwords.tokenizer is not None and config.subwords.codes_file is not None:
+        found.append(
+            (
+                "subwords.tokenizer",
+                "codes_file says how to split words, too",
+                "give a tokenizer, or codes and vocabulary",
+            )
+        )
+    if config.is_moses and config.subwords.end is not None:
+        fix = "leave it out: every line ends in </s>, or name a `tokenizer`"
+        found.append(("subwords.end", "it goes with subwords.tokenizer, which is not given", fix))
+    if not config.is_moses and config.tokenizer != Tokenizer():
+        fix = "leave the section out; a tokenizer.json has its own normalizer"
+        found.append(
+            ("tokenizer", "these are settings of Moses' tokens, and subwords.tokenizer takes their place", fix)
         )
     specials = config.subwords.specials
     for number, special in enumerate(specials):

@@ -1,19 +1,26 @@
-"""Codes and vocabulary of a corpus: learned from the words of its sample, or taken from files."""
+"""What makes a corpus's subwords: codes and vocabulary, learned from the words of its sample or taken from files, or a
+tokenizer.json."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
 from pkm.errors import UserError
-from pkm.files import atomic_write, explained
+from pkm.files import atomic_write, explained, sha256
 from pkm.machine import cpu_seconds, peak_kilobytes
 from pkm.prepare.settings import PrepareConfig
+from pkm.text.encode import Encoder
+from pkm.text.library import LibraryEncoder
+
+CODES, VOCAB, TOKENIZER = "codes", "vocab", "tokenizer.json"
 
 
 def learn(
@@ -23,7 +30,11 @@ def learn(
     say: Callable[[str], None],
     stages: dict[str, dict[str, Any]],
 ) -> None:
-    """Write `codes`, then `vocab`, into a directory. counts: files of `word count` lines, zst."""
+    """Write `codes`, then `vocab`, or `tokenizer.json` into a directory. counts: files of `word count` lines, zst."""
+    if config.subwords.tokenizer is not None:
+        check_given(config)
+        atomic_write(into / TOKENIZER, config.subwords.tokenizer.read_bytes())
+        return
     if config.subwords.codes_file is not None and config.subwords.vocab_file is not None:
         check_given(config)
         atomic_write(into / "codes", config.subwords.codes_file.read_bytes())
@@ -54,6 +65,35 @@ def learn(
     say(f"{len(codes):,} merges, a vocabulary of {vocab.size:,}")
 
 
+def files(config: PrepareConfig) -> tuple[str, ...]:
+    """What `learn` writes, the last one last."""
+    return (CODES, VOCAB) if config.is_moses else (TOKENIZER,)
+
+
+@lru_cache(maxsize=1)
+def _encoder(learned: Path, content: str, config: str) -> Encoder | LibraryEncoder:
+    """See encoder_of. content: hashes of the files. config: what is read of the settings, as JSON."""
+    from pkm.text.bpe import Codes
+    from pkm.text.vocab import Vocab
+
+    settings = json.loads(config)
+    if (learned / TOKENIZER).exists():
+        return LibraryEncoder.load(learned / TOKENIZER, settings["end"])
+    codes, vocab = Codes.load(learned / CODES), Vocab.load(learned / VOCAB, settings["specials"])
+    return Encoder(codes, vocab, **settings["tokenizer"])
+
+
+def encoder_of(config: PrepareConfig, learned: Path) -> Encoder | LibraryEncoder:
+    """The encoder of what `learn` wrote; a worker keeps it, and its caches, from one task to the next."""
+    content = "".join(sha256(learned / name) for name in files(config))
+    settings = {
+        "end": config.subwords.end,
+        "specials": config.subwords.specials,
+        "tokenizer": config.tokenizer.model_dump(),
+    }
+    return _encoder(learned, content, json.dumps(settings))
+
+
 def merged(paths: Sequence[Path]) -> Counter[str]:
     """Word counts of several files together."""
     total: Counter[str] = Counter()
@@ -67,7 +107,9 @@ def merged(paths: Sequence[Path]) -> Counter[str]:
 
 
 def check_given(config: PrepareConfig) -> None:
-    """UserError where given codes and vocabulary do not load: before anything is read, as that may take hours."""
+    """UserError where given files do not load: before anything is read, as that may take hours."""
+    if config.subwords.tokenizer is not None:
+        LibraryEncoder.load(config.subwords.tokenizer, config.subwords.end)
     from pkm.text.bpe import Codes
     from pkm.text.vocab import Vocab
 

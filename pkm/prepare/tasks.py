@@ -8,7 +8,7 @@ work/read/00007.docs     kept articles of unit 7, .npy their hashes and sizes, .
 work/decide/00007.npy    what becomes of them (assign.Assignment)
 work/groups.json         consecutive units that make one shard
 work/count/00003.words   words of group 3's share of the sample
-work/learn/              codes, vocab
+work/learn/              codes and vocab, or tokenizer.json
 work/encode/00003.npz    held-out articles of group 3, .json its shard
 work/corpus/             the corpus, until it is published
 """
@@ -16,22 +16,22 @@ work/corpus/             the corpus, until it is published
 from __future__ import annotations
 
 import json
+import os
 import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import zstandard
 
 from pkm.corpus.store import ShardWriter, id_type
 from pkm.errors import UserError
-from pkm.files import NewFile, atomic_write, explained, sha256
+from pkm.files import NewFile, atomic_write, explained
 from pkm.format import printable
 from pkm.prepare.assign import Assignment
 from pkm.prepare.filters import Filter
@@ -43,12 +43,15 @@ from pkm.prepare.input.streams import line_runs, open_text
 from pkm.prepare.settings import PrepareConfig, Tokenizer
 from pkm.prepare.spool import SpoolWriter, spooled, spooled_index
 from pkm.prepare.stage import Tick
-
-if TYPE_CHECKING:
-    from pkm.text.encode import Encoder
+from pkm.prepare.subwords import encoder_of
+from pkm.text.encode import Encoder
+from pkm.text.library import LibraryEncoder
 
 UP_TO_BLANK_LINE = re.compile(rb".*\n[ \t\r\v\f]*\n", re.DOTALL)
 """The last of several."""
+
+BATCH_CHARACTERS = 1 << 19
+"""Of texts that the library gets at a time: what it makes of them takes some 40 times as many bytes."""
 
 NAMED = 20
 """Damaged records that a task names; the others are counted."""
@@ -253,27 +256,23 @@ def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
 
 def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     """Encode a group: its training articles are one shard; its held-out ones are kept aside with their hashes."""
-    learned = work / "learn"
     config = load_config(work)
-    content = sha256(learned / "codes") + sha256(learned / "vocab")
-    encoder = _encoder(learned, content, config.subwords.specials, config.tokenizer)
-    vocab = encoder.vocab
-    writer = ShardWriter(work / "corpus", f"train-{rank:05d}", vocab.size)
+    encoder = encoder_of(config, work / "learn")
+    writer = shard_writer(work / "corpus", f"train-{rank:05d}", encoder)
     held: list[tuple[np.void, int, int, int, array]] = []
     total, done = load_groups(work)[rank][2], 0
     try:
-        for text, assignment, entry in _group(
-            work, rank, [kind for kind in Assignment if kind != Assignment.DUPLICATE]
-        ):
+        group = _group(work, rank, [kind for kind in Assignment if kind != Assignment.DUPLICATE])
+        for ids, words, assignment, entry in _encoded(encoder, group, writer.ids.typecode):
             size = int(entry["bytes"])
             if assignment in (Assignment.VALID, Assignment.TEST):
-                ids = array(writer.ids.typecode)
-                held.append((entry, assignment, encoder.encode(text, ids), size, ids))
+                held.append((entry, assignment, words, size, ids))
             else:
-                writer.end_document(encoder.encode(text, writer.ids), size)
+                writer.ids.extend(ids)
+                writer.end_document(words, size)
                 done += size
             tick(done / max(total, 1), writer.words)
-        _save_held(work / "encode" / f"{rank:05d}.npz", held, vocab.size)
+        _save_held(work / "encode" / f"{rank:05d}.npz", held, encoder.size)
         shard = writer.close()
     except BaseException:
         writer.discard()
@@ -281,15 +280,41 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     return {"shard": asdict(shard), "words": shard.words + sum(h[2] for h in held), "documents": shard.documents}
 
 
-@lru_cache(maxsize=1)
-def _encoder(learned: Path, content: str, specials: tuple[str, ...], tokenizer: Tokenizer) -> Encoder:
-    """The encoder; a worker keeps it, and its caches, from one task to the next. content: hashes of codes and vocabulary."""
-    from pkm.text.bpe import Codes
-    from pkm.text.encode import Encoder
-    from pkm.text.vocab import Vocab
+def shard_writer(directory: Path, name: str, encoder: Encoder | LibraryEncoder) -> ShardWriter:
+    """A writer of ids that an encoder makes."""
+    counts_words = isinstance(encoder, LibraryEncoder)
+    return ShardWriter(directory, name, encoder.size, encoder.unknown_id, counts_words)
 
-    codes, vocab = Codes.load(learned / "codes"), Vocab.load(learned / "vocab", specials)
-    return Encoder(codes, vocab, **tokenizer.model_dump())
+
+def _encoded(
+    encoder: Encoder | LibraryEncoder, group: Iterator[tuple[str, int, np.void]], typecode: str
+) -> Iterator[tuple[array, int, int, np.void]]:
+    """(ids, words, assignment, index entry) of (text, assignment, index entry): one by one, or many to a call of the library."""
+    if isinstance(encoder, LibraryEncoder):
+        # A worker is one core.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        for together in _batches(group):
+            encoded = encoder.encode_batch([text for text, _, _ in together])
+            for (found, words), (_, assignment, entry) in zip(encoded, together, strict=True):
+                yield array(typecode, found), words, assignment, entry
+        return
+    for text, assignment, entry in group:
+        ids = array(typecode)
+        words = encoder.encode(text, ids)
+        yield ids, words, assignment, entry
+
+
+def _batches(group: Iterator[tuple[str, int, np.void]]) -> Iterator[list[tuple[str, int, np.void]]]:
+    """A group's documents, so many at a time that they have about BATCH_CHARACTERS."""
+    together, size = [], 0
+    for one in group:
+        together.append(one)
+        size += len(one[0])
+        if size >= BATCH_CHARACTERS:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together
 
 
 # "fate" is the assignment, under the name of the version whose unfinished preparations are gone on with.

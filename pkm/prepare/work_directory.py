@@ -16,7 +16,7 @@ from pkm import __version__
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, sha256
 from pkm.prepare.input.sources import Input
-from pkm.prepare.settings import PrepareConfig
+from pkm.prepare.settings import PrepareConfig, settings_that_matter
 
 # To be raised when the same settings and files give other bytes than before.
 VERSION = 2
@@ -51,8 +51,8 @@ def working_directory(final: Path) -> Iterator[Path]:
 
 def settings_of(config: PrepareConfig) -> dict[str, Any]:
     """The settings that decide the result."""
-    return config.model_dump(
-        mode="json", exclude={"executor": True, "workers": True, "slurm": True, "output": True, "limits": {"damaged"}}
+    return settings_that_matter(
+        config, {"executor": True, "workers": True, "slurm": True, "output": True, "limits": {"damaged"}}
     )
 
 
@@ -90,10 +90,11 @@ def remove_unfinished(directory: Path) -> None:
 
 def _keys(config: PrepareConfig, inputs: list[Input]) -> dict[str, str]:
     """For each group of stages, a hash of everything that its output follows from."""
-    subwords = config.subwords.model_dump(mode="json")
-    for name in ("codes_file", "vocab_file"):
-        path = getattr(config.subwords, name)
-        subwords[name] = sha256(path) if path else None
+    subwords = settings_that_matter(config)["subwords"]
+    for name in ("codes_file", "vocab_file", "tokenizer"):
+        if name in subwords:
+            path = getattr(config.subwords, name)
+            subwords[name] = sha256(path) if path else None
     read = [asdict(file) for file in inputs], config.filters.model_dump(exclude={"duplicates"})
     parts = {
         "read": [VERSION, __version__, *read, config.limits.document_megabytes, config.tokenizer.normalize],

@@ -54,6 +54,9 @@ class Encoder:
         if cache_megabytes < 1:
             raise UserError(f"cache_megabytes is {cache_megabytes}", fix="give at least 1")
         self.codes, self.vocab, self.escape, self.normalize = codes, vocab, escape, normalize
+        self.size, self.unknown_id = vocab.size, UNK_ID
+        self.unsampled = [i for i in range(vocab.first) if i != EOS_ID]
+        """Ids that generation never gives: special ones but for the end of a line."""
         self._dtype = np.dtype(np.uint16 if vocab.size < 1 << 16 else np.uint32)
         self._inner_unknown = vocab.size  # <unk> where the word goes on; no id of the vocabulary
         self._piece_ids = _PieceIds(vocab, self._dtype, self._inner_unknown)
@@ -96,6 +99,12 @@ class Encoder:
             elif i == UNK_ID or i >= self.vocab.first:
                 pieces.append(self.vocab.pieces[i])
         return "".join(lines) + _readable(pieces)
+
+    def prompt(self, text: str) -> list[int]:
+        """What a model sees before it goes on from a text: a line begins, and the text's last line does not end."""
+        ids = array("I")
+        self.encode(text, ids)
+        return [EOS_ID, *ids[:-1]]
 
     def remembered(self) -> int:
         """Chunks and words in the caches now: at most what cache_megabytes allows."""
