@@ -164,7 +164,7 @@ def measure_speed(
     model: Transformer, corpus: Corpus, split: Split, config: Config, compute: Compute, seconds: float = 10.0
 ) -> Speed:
     """Words and BPE tokens per second at inference, over `split`, for at most about `seconds` after a warm-up."""
-    word_ends = _word_ends(corpus)
+    other, word_ends = isinstance(corpus.vocab, OtherVocab), _word_ends(corpus)
     with inference(model), compute.autocast():
         for batch in islice(_batches(split, config, None), WARM_UP_BATCHES):
             compute.wait()
@@ -183,10 +183,8 @@ def measure_speed(
         compute.wait()
         elapsed = max(dist.gather_objects(time.perf_counter() - started))
     _, tokens, words, _ = _sum_over_ranks(0.0, tokens, words, 0)
-    if isinstance(corpus.vocab, OtherVocab):
-        words = round(tokens * split.words / split.tokens)
     return Speed(
-        words_per_second=words / elapsed,
+        words_per_second=(tokens * split.words / split.tokens if other else words) / elapsed,
         tokens_per_second=tokens / elapsed,
         device=compute.hardware,
         precision=compute.precision,

@@ -31,6 +31,7 @@ from pkm.prepare.stage import Stage
 READ_RATE, ENCODE_RATE, COUNT_RATE = 11e6, 4e6, 8e6
 HTML_RATE = 1.5e6
 LEARN_SECONDS = 60
+LIBRARY_LEARN_RATE = 4e6
 # Text that is left of a page; bytes on disk for each byte of text: articles in between (compressed), ids, chunks.
 ARTICLE_SHARE = 0.1
 SPOOL_SHARE, IDS_SHARE, CHUNK_SHARE = 0.36, 0.40, 0.36
@@ -81,9 +82,11 @@ def _estimates(inputs: list[Input], workers: int, large: list[Input], config: Pr
     text = sum(file.text_bytes for file in inputs)
     html = sum(file.text_bytes for file in inputs if file.format == "warc")
     seconds = ((text - html) / READ_RATE + html / HTML_RATE + text / ENCODE_RATE) / max(1, workers)
-    if config.is_moses and config.subwords.codes_file is None:
-        sample = min(text, config.subwords.sample_megabytes * 2**20)
+    sample = min(text, config.subwords.sample_megabytes * 2**20)
+    if config.counts_words:
         seconds += sample / COUNT_RATE / max(1, workers) + LEARN_SECONDS * min(1, config.subwords.codes / 60000)
+    elif config.subwords.learn == "byte-level":
+        seconds += sample / LIBRARY_LEARN_RATE
     articles = text - html * (1 - ARTICLE_SHARE)
     disk = articles * (SPOOL_SHARE + IDS_SHARE) + sum(file.text_bytes for file in large) * CHUNK_SHARE
     return seconds, round(disk), round(articles * IDS_SHARE)

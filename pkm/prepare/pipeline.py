@@ -214,16 +214,16 @@ def _groups(train_bytes: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _learn(config: PrepareConfig, work: Path, show: Show, say: Callable[[str], None], outcome: Outcome) -> None:
-    """Codes and vocabulary: learned from the sample, or taken as they are."""
+    """What makes subwords: learned from the sample, or taken as it is."""
     if (work / "learn" / files(config)[-1]).exists():
         return
     paths: list[Path] = []
-    if config.is_moses and config.subwords.codes_file is None:
+    if config.counts_words:
         costs = [size for _, _, size in tasks.load_groups(work)]
         stage = Stage("count", "counting words", work, costs, tasks.count)
         _run(config, stage, show, outcome)
         paths = [work / "count" / f"{rank:05d}.words" for rank in range(len(costs))]
-    learn(config, paths, work / "learn", say, outcome.stages)
+    learn(config, paths, tasks.sample_texts(work), work / "learn", say, outcome.stages)
 
 
 def _encode(config: PrepareConfig, work: Path, show: Show, outcome: Outcome) -> list[Shard]:

@@ -10,6 +10,9 @@ from pydantic import Field
 from pkm.config.part import Natural, Part, Positive
 from pkm.text.vocab import UNIVERSAL, may_be_a_piece
 
+END = "<|endoftext|>"
+"""Ends a document where a byte-level BPE is learned here, unless `end` says otherwise."""
+
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Megabytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -55,10 +58,15 @@ class Limits(Part):
 
 
 class Subwords(Part):
-    """Moses tokens split by fastBPE's merges, unless `tokenizer` names another way."""
+    """Moses tokens split by fastBPE's merges, unless `learn` or `tokenizer` names another way."""
 
+    learn: Literal["moses", "byte-level"] = "moses"
+    """moses: `codes` merges of Moses tokens; byte-level: BPE of the text's bytes as GPT-2's, `vocab_size` tokens, by the library
+    of the extra `tokenizers`. Words of the latter are what stands between white space."""
     codes: Positive = 60000
     """BPE merges to learn."""
+    vocab_size: Positive | None = None
+    """With `learn: byte-level`: tokens of the vocabulary, `end`, `specials` and the 256 bytes included."""
     sample_megabytes: Megabytes = 1024
     """Text to learn them from, drawn from the training articles by their hashes."""
     min_count: Positive = 1
@@ -73,7 +81,8 @@ class Subwords(Part):
     """Hugging Face tokenizer.json to use instead of Moses tokens and codes, kind and all; needs the extra `tokenizers`. Words
     are then what stands between white space."""
     end: str | None = None
-    """With `tokenizer`: its token to put after every document; null = <|endoftext|>, </s> or another usual one that it has."""
+    """With `tokenizer`: its token to put after every document; null = <|endoftext|>, </s> or another usual one that it has.
+    With `learn: byte-level`: its name; null = <|endoftext|>."""
 
 
 class Tokenizer(Part):
@@ -121,14 +130,55 @@ class PrepareConfig(Part):
     @property
     def is_moses(self) -> bool:
         """Whether ids are those of Moses tokens and codes."""
-        return self.subwords.tokenizer is None
+        return self.subwords.tokenizer is None and self.subwords.learn == "moses"
+
+    @property
+    def counts_words(self) -> bool:
+        """Whether merges are learned from the counts of Moses tokens."""
+        return self.is_moses and self.subwords.codes_file is None
 
     @property
     def directory(self) -> Path:
         return self.output or Path("prepared") / self.name
 
 
-LATER = {"subwords": ("tokenizer", "end")}
+def _contradictions_of_subwords(config: PrepareConfig) -> list[tuple[str, str, str]]:
+    """As `impossible`: ways of making subwords that exclude each other."""
+    subwords, found = config.subwords, []
+    learned = subwords.learn == "byte-level"
+    for name in ("codes_file", "tokenizer"):
+        if learned and getattr(subwords, name) is not None:
+            found.append(
+                ("subwords.learn", f"with {name} there is nothing to learn", f"leave out one of learn and {name}")
+            )
+    if subwords.tokenizer is not None and subwords.codes_file is not None:
+        fix = "give a tokenizer, or codes and vocabulary"
+        found.append(("subwords.tokenizer", "codes_file says how to split words, too", fix))
+    if config.is_moses and subwords.end is not None:
+        fix = "leave it out: every line ends in </s>"
+        found.append(("subwords.end", "it goes with subwords.tokenizer or `learn: byte-level`", fix))
+    if not config.is_moses and config.tokenizer != Tokenizer():
+        what = "these are settings of Moses' tokens, which subwords.tokenizer and `learn: byte-level` do without"
+        found.append(("tokenizer", what, "leave the section out"))
+    if learned != (subwords.vocab_size is not None):
+        what = "how many tokens to learn is not said" if learned else "it goes with `learn: byte-level`"
+        fix = "give a number, such as 32000" if learned else "leave it out; `codes` is the number of merges"
+        found.append(("subwords.vocab_size", what, fix))
+    least = 256 + 1 + len(subwords.specials)
+    if learned and subwords.vocab_size is not None and subwords.vocab_size < least:
+        what = f"256 bytes, the end of a document and {len(subwords.specials)} specials are {least} tokens already"
+        found.append(("subwords.vocab_size", what, "choose a larger number, such as 32000"))
+    if learned and subwords.sample_megabytes >= 2048:
+        what = "the library counts pairs in 32 bits, which may not suffice for as much text"
+        found.append(("subwords.sample_megabytes", what, "choose less than 2048"))
+    if learned and (subwords.end or END) in subwords.specials:
+        found.append(
+            ("subwords.specials", f"{subwords.end or END} ends a document", "give every mark a name of its own")
+        )
+    return found
+
+
+LATER = {"subwords": ("learn", "vocab_size", "tokenizer", "end")}
 """Settings of later versions: where they say nothing, a preparation is the one that it was before there were any."""
 
 
@@ -151,28 +201,13 @@ def impossible(config: PrepareConfig) -> list[tuple[str, str, str]]:
         found.append(
             (f"subwords.{missing}", "codes and vocabulary go together", "give both files, or neither to learn")
         )
-    if config.subwords.tokenizer is not None and config.subwords.codes_file is not None:
-        found.append(
-            (
-                "subwords.tokenizer",
-                "codes_file says how to split words, too",
-                "give a tokenizer, or codes and vocabulary",
-            )
-        )
-    if config.is_moses and config.subwords.end is not None:
-        fix = "leave it out: every line ends in </s>, or name a `tokenizer`"
-        found.append(("subwords.end", "it goes with subwords.tokenizer, which is not given", fix))
-    if not config.is_moses and config.tokenizer != Tokenizer():
-        fix = "leave the section out; a tokenizer.json has its own normalizer"
-        found.append(
-            ("tokenizer", "these are settings of Moses' tokens, and subwords.tokenizer takes their place", fix)
-        )
+    found += _contradictions_of_subwords(config)
     specials = config.subwords.specials
     for number, special in enumerate(specials):
         key = f"subwords.specials[{number}]"
         if special in UNIVERSAL or special in specials[:number]:
             found.append((key, f"{special} is there already", "give every mark a name of its own"))
-        elif config.subwords.codes_file is None and may_be_a_piece(special, config.tokenizer.escape):
+        elif config.counts_words and may_be_a_piece(special, config.tokenizer.escape):
             fix = f"write it so that no word of a text can be it, such as <{special.strip('<>@') or 'mark'}>"
             found.append((key, f"{special} may be a word of the text, or a part of one", fix))
     if config.executor == "slurm" and config.slurm.partition is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ import zstandard
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, sha256
 from pkm.machine import cpu_seconds, peak_kilobytes
-from pkm.prepare.settings import PrepareConfig
+from pkm.prepare.settings import END, PrepareConfig
 from pkm.text.encode import Encoder
-from pkm.text.library import LibraryEncoder
+from pkm.text.library import LibraryEncoder, learn_byte_level, require_library
 
 CODES, VOCAB, TOKENIZER = "codes", "vocab", "tokenizer.json"
 
@@ -26,11 +26,15 @@ CODES, VOCAB, TOKENIZER = "codes", "vocab", "tokenizer.json"
 def learn(
     config: PrepareConfig,
     counts: Sequence[Path],
+    texts: Iterator[str],
     into: Path,
     say: Callable[[str], None],
     stages: dict[str, dict[str, Any]],
 ) -> None:
-    """Write `codes`, then `vocab`, or `tokenizer.json` into a directory. counts: files of `word count` lines, zst."""
+    """Write `codes`, then `vocab`, or `tokenizer.json` into a directory.
+
+    counts: files of `word count` lines, zst. texts: of the sample. What is not needed of the two is not looked at.
+    """
     if config.subwords.tokenizer is not None:
         check_given(config)
         atomic_write(into / TOKENIZER, config.subwords.tokenizer.read_bytes())
@@ -40,14 +44,55 @@ def learn(
         atomic_write(into / "codes", config.subwords.codes_file.read_bytes())
         atomic_write(into / "vocab", config.subwords.vocab_file.read_bytes())
         return
+    began, worked = time.monotonic(), cpu_seconds()
+    words = _learn_codes(config, counts, into, say) if config.is_moses else _learn_byte_level(config, texts, into, say)
+    stages["learning subwords"] = {
+        "tasks": 1,
+        "words": words,
+        "seconds": time.monotonic() - began,
+        "cpu_seconds": cpu_seconds() - worked,
+        "peak_kilobytes": peak_kilobytes(),
+    }
+
+
+def _learn_byte_level(config: PrepareConfig, texts: Iterator[str], into: Path, say: Callable[[str], None]) -> int:
+    """Write tokenizer.json; returns the words of the sample."""
+    subwords, words = config.subwords, 0
+    asked = subwords.vocab_size or 0
+
+    def counted() -> Iterator[str]:
+        nonlocal words
+        for text in texts:
+            words += len(text.split())
+            yield text
+
+    say(f"learning a byte-level vocabulary of {asked:,}")
+    content = learn_byte_level(counted(), asked, (subwords.end or END, *subwords.specials), subwords.min_count)
+    if not words:
+        raise _nothing_to_learn_from()
+    encoder = LibraryEncoder(content.encode(), subwords.end)
+    if encoder.size < asked:
+        say(
+            f"only {encoder.size:,} of {asked:,} tokens: the sample holds no more pairs seen {subwords.min_count:,} times"
+        )
+    atomic_write(into / TOKENIZER, content)
+    say(f"a vocabulary of {encoder.size:,}")
+    return words
+
+
+def _nothing_to_learn_from() -> UserError:
+    return UserError("there is no word to learn subwords from", "sources", "check what the corpus is read from")
+
+
+def _learn_codes(config: PrepareConfig, counts: Sequence[Path], into: Path, say: Callable[[str], None]) -> int:
+    """Write codes and vocabulary; returns the words of the sample."""
     from pkm.text.bpe import count_pieces
     from pkm.text.bpe import learn as learn_codes
     from pkm.text.vocab import Vocab
 
-    began, worked = time.monotonic(), cpu_seconds()
     words = merged(counts)
     if not words:
-        raise UserError("there is no word to learn subwords from", "sources", "check what the corpus is read from")
+        raise _nothing_to_learn_from()
     say(f"learning {config.subwords.codes:,} merges from {len(words):,} different words")
     codes = learn_codes(words, config.subwords.codes)
     pieces = count_pieces(codes, words)
@@ -55,14 +100,8 @@ def learn(
     vocab = Vocab.from_counts(pieces, config.subwords.min_count, config.subwords.specials)
     atomic_write(into / "codes", codes.to_bytes())
     atomic_write(into / "vocab", vocab.to_bytes())
-    stages["learning subwords"] = {
-        "tasks": 1,
-        "words": sum(words.values()),
-        "seconds": time.monotonic() - began,
-        "cpu_seconds": cpu_seconds() - worked,
-        "peak_kilobytes": peak_kilobytes(),
-    }
     say(f"{len(codes):,} merges, a vocabulary of {vocab.size:,}")
+    return sum(words.values())
 
 
 def files(config: PrepareConfig) -> tuple[str, ...]:
@@ -110,6 +149,8 @@ def check_given(config: PrepareConfig) -> None:
     """UserError where given files do not load: before anything is read, as that may take hours."""
     if config.subwords.tokenizer is not None:
         LibraryEncoder.load(config.subwords.tokenizer, config.subwords.end)
+    if config.subwords.learn == "byte-level":
+        require_library()
     from pkm.text.bpe import Codes
     from pkm.text.vocab import Vocab
 

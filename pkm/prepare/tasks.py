@@ -233,6 +233,13 @@ def _group(work: Path, rank: int, assignments: Sequence[Assignment]) -> Iterator
                 yield text, int(decided[number]), index[number]
 
 
+def sample_texts(work: Path) -> Iterator[str]:
+    """The texts that subwords are learned from, in input order."""
+    for rank in range(len(load_groups(work))):
+        for text, _, _ in _group(work, rank, (Assignment.SAMPLE,)):
+            yield text
+
+
 def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     """Count the words of a group's share of the sample."""
     from pkm.text.moses import WordCounter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,29 @@ class LibraryEncoder:
         """What a model sees before it goes on from a text that begins a document."""
         [(ids, _)] = self.encode_batch([text])
         return [self.end_id, *ids[:-1]]
+
+
+def learn_byte_level(texts: Iterator[str], vocab_size: int, specials: Sequence[str], min_count: int) -> str:
+    """A tokenizer.json: BPE of bytes within the chunks that GPT-2 cuts text into (Radford et al., 2019), learned from texts.
+
+    The tokens are the specials, with ids from 0 on, the 256 bytes, and merges of what is seen at least `min_count` times,
+    until there are `vocab_size`. The result does not depend on the order of the texts, nor on threads.
+    """
+    require_library()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_count,
+        special_tokens=list(specials),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True)
 
 
 def require_library() -> None:

@@ -130,6 +130,24 @@ SETTINGS = {
     "codes beside it": ({"codes_file": "c", "vocab_file": "v"}, {}, "subwords.tokenizer.*codes_file says how"),
     "Moses' settings beside it": ({}, {"tokenizer": {"escape": True}}, "settings of Moses' tokens"),
     "an end without it": ({"tokenizer": None, "end": "</s>"}, {}, "subwords.end.*it goes with subwords.tokenizer"),
+    "learning beside it": ({"learn": "byte-level", "vocab_size": 500}, {}, "with tokenizer there is nothing to learn"),
+    "a size beside it": ({"vocab_size": 500}, {}, "vocab_size.*it goes with `learn: byte-level`"),
+    "learning without a size": ({"tokenizer": None, "learn": "byte-level"}, {}, "vocab_size.*is not said"),
+    "too small a size": (
+        {"tokenizer": None, "learn": "byte-level", "vocab_size": 266},
+        {},
+        "the end of a document and 10 specials are 267 tokens already",
+    ),
+    "a special that ends documents": (
+        {"tokenizer": None, "learn": "byte-level", "vocab_size": 500, "specials": ["<|endoftext|>"]},
+        {},
+        "subwords.specials.*ends a document",
+    ),
+    "more text than pairs are counted in": (
+        {"tokenizer": None, "learn": "byte-level", "vocab_size": 500, "sample_megabytes": 2048},
+        {},
+        "sample_megabytes.*counts pairs in 32 bits",
+    ),
 }
 
 
@@ -194,6 +212,53 @@ def test_text_of_the_id_of_padding_is_scored_as_text(other):
     found = evaluate(model, open_corpus(renamed), open_corpus(renamed).test, config, CPU)
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.memories[2].percent == pytest.approx(expected.memories[2].percent)
+
+
+LEARNED = {"learn": "byte-level", "vocab_size": 350, "specials": ["<mark>"]}
+
+
+def test_a_byte_level_vocabulary_is_learned_from_the_training_split_alone(prepared):
+    articles = made_articles(60)
+    # Every article has a word of its own, the same many times: whose word is a token tells what was learned from.
+    own = [
+        f"{text} " + f"{chr(ord('a') + i // 26) * 2}{chr(ord('a') + i % 26) * 3}q " * 50
+        for i, text in enumerate(articles)
+    ]
+    write_jsonl(Path("in.jsonl"), own)
+    corpus = open_corpus(prepared("in.jsonl", subwords={**LEARNED, "vocab_size": 2000}))
+    encoder = corpus.encoder()
+    tokens = set(json.loads((corpus.path / "tokenizer.json").read_text())["model"]["vocab"])
+    for split, known in ((corpus.train, True), (corpus.valid, False), (corpus.test, False)):
+        words = [encoder.decode(split.document(i)).split()[-1] for i in range(split.documents)]
+        assert len(set(words)) == split.documents and all(word.endswith("q") for word in words)
+        assert all((f"\u0120{word}" in tokens) == known for word in words)
+
+
+def test_a_learned_tokenizer_is_the_same_for_any_number_of_workers_and_gives_texts_back(prepared, small_pieces):
+    small_pieces(3000)
+    articles = [f"{text}\n\n \u4e2d {END} <mark>\t" for text in made_articles(60)]
+    write_jsonl(Path("in.jsonl"), articles)
+    one = content(prepared("in.jsonl", "alone", subwords=LEARNED))
+    two = content(prepared("in.jsonl", "other", subwords=LEARNED, workers=2))
+    one["manifest.json"] = one["manifest.json"].replace(b'"alone"', b'"other"')
+    assert one == two
+    corpus = open_corpus(Path("prepared/alone"))
+    assert (corpus.vocab.size, corpus.vocab.end_id, corpus.manifest["tokenizer"]["end"]) == (350, 0, END)
+    encoder, found = corpus.encoder(), []
+    for split in (corpus.train, corpus.valid, corpus.test):
+        ids = split.read(0, split.tokens)
+        assert (ids == 0).sum() == split.documents and 1 not in ids
+        found += [encoder.decode(split.document(i)) for i in range(split.documents)]
+    assert sorted(found) == sorted(articles)
+
+
+def test_a_sample_with_too_few_pairs_is_said(prepared, monkeypatch):
+    said = []
+    whole = pipeline.prepare
+    monkeypatch.setattr(pipeline, "prepare", lambda config, show, say: whole(config, show, said.append))
+    write_jsonl(Path("in.jsonl"), made_articles(40))
+    corpus = open_corpus(prepared("in.jsonl", subwords={**LEARNED, "vocab_size": 50_000}))
+    assert any(line.startswith(f"only {corpus.vocab.size:,} of 50,000 tokens") for line in said)
 
 
 def test_a_run_generates_and_exports_with_the_tokenizer(other, train, tmp_path):

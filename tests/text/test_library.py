@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from pkm.errors import UserError
 from pkm.text import library
-from pkm.text.library import LibraryEncoder
+from pkm.text.library import LibraryEncoder, learn_byte_level
 from tests.support.tokenizer_files import END, changed, tokenizer_file
 from tests.text.goldens import golden
 
@@ -135,3 +135,29 @@ def test_a_missing_file_and_a_missing_library_are_said(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="not installed") as error:
         library.require_library()
     assert error.value.fix == library.INSTALL
+
+
+def test_what_is_learned_depends_neither_on_the_order_of_the_texts_nor_on_threads(monkeypatch):
+    texts = golden("moses")["news.txt"].split("\n")
+    found = set()
+    for order, parallel in ((texts, "true"), (texts[::-1], "true"), (sorted(texts), "false")):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+        found.add(learn_byte_level(iter(order), 700, [END, "<mark>"], 1))
+    [content] = found
+    encoder = LibraryEncoder(content.encode())
+    assert (encoder.size, encoder.end_id, encoder.unsampled) == (700, 0, [1])
+    assert sorted(len(json.loads(content)["model"]["merges"]) for content in found) == [700 - 2 - 256]
+
+
+def test_learned_merges_are_those_of_the_most_frequent_pairs():
+    content = json.loads(learn_byte_level(iter(["ab ab ab ab", "xab cd cd"]), 256 + 3, [END], 1))
+    merges = [tuple(merge) for merge in content["model"]["merges"]]
+    assert merges == [
+        ("a", "b"),
+        ("\u0120", "ab"),
+    ]  # "ab" five times, then " ab" three times (U+0120 is the byte of a space)
+
+
+def test_a_pair_seen_less_often_than_asked_is_not_merged():
+    content = json.loads(learn_byte_level(iter(["ab ab ab cd cd"]), 1000, [END], 3))
+    assert {"".join(merge) for merge in content["model"]["merges"]} == {"ab"}
