@@ -68,7 +68,7 @@ class LibraryEncoder:
     def encode_batch(self, texts: Sequence[str]) -> list[tuple[Sequence[int], int]]:
         """(ids, words) of every document. UserError where the tokenizer has no ids for one."""
         try:
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             fix = "give a tokenizer with a token for what it does not know, or a byte-level one"
             raise UserError(f"the tokenizer has no ids for a text: {error}", "subwords.tokenizer", fix) from error
