@@ -30,11 +30,15 @@ class Loaded:
     entries: dict[str, shards.Entry]
     """Of each tensor its dtype, shape and parts."""
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Of a tensor; None if it is not in the checkpoint."""
+        kinds = {name: dtype for dtype, name in tensor_file.DTYPES.items()}
+        return kinds[self.entries[name]["dtype"]] if name in self.entries else None
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All of them whole, on the CPU."""
-        kinds = {name: dtype for dtype, name in tensor_file.DTYPES.items()}
-        whole = {name: torch.empty(e["shape"], dtype=kinds[e["dtype"]]) for name, e in self.entries.items()}
+        whole = {name: torch.empty(e["shape"], dtype=self.dtype(name)) for name, e in self.entries.items()}
         self.copy_into(whole)
         return whole
 

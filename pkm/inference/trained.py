@@ -42,6 +42,9 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
         what = "the run was trained on another corpus: its ids would mean other words here"
         raise UserError(what, str(config.corpus.path), "give the corpus it was trained on")
     model = build_model(config, corpus.vocab.size)
+    for name, table in model.tables().items():
+        # As training kept it (optim.values.dtype).
+        table.weight.data = table.weight.data.to(loaded.dtype(f"model.{name}.weight") or table.weight.dtype)
     load_weights(model, loaded)
     compute = decide(config)
     return Trained(config, compute, corpus, model.to(compute.device).eval(), loaded.step, directory)

@@ -35,6 +35,16 @@ def test_an_exported_model_computes_what_the_run_computes(exported):
     assert generate(trained.model, trained.corpus.encoder(), **prompt) == generate(again.model, again.encoder, **prompt)
 
 
+def test_a_model_whose_values_were_kept_in_bf16_is_found_and_exported(train, tmp_path):
+    *_, run = train(optim={"steps": 4, "values": {"dtype": "bf16"}})
+    trained = load_trained(run, "latest")
+    export(trained, tmp_path / "exported")
+    name = "blocks.1.memory.values.weight"
+    values, again = (one.model.state_dict()[name] for one in (trained, load_exported(tmp_path / "exported")))
+    assert values.dtype is torch.bfloat16
+    assert torch.equal(values.float(), again.float())
+
+
 def test_nothing_is_overwritten(exported):
     trained, directory = exported
     with pytest.raises(UserError, match="there already"):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,10 @@ BLOCKS = {
 MEMORIES = {
     "as in the paper": {},
     "beside, layer norm, hidden": {"place": "beside", "query": {"norm": "layer", "hidden": [6, 4]}},
+    "two in a block": [
+        {"layers": [2], "sub_keys": 8, "heads": 2, "knn": 3, "query": {"dim": 8}},
+        {"layers": [1, 2], "sub_keys": 5, "heads": 1, "knn": 2, "query": {"dim": 4}, "place": "after"},
+    ],
     "after, flat, no norm": {"place": "after", "keys": "flat", "sub_keys": None, "slots": 30, "query": {"norm": "none"}},
 }  # fmt: skip
 LLAMA = {**MODERN, "kv_heads": 1, "tie_embeddings": False}
@@ -115,8 +120,8 @@ def transformers(tmp_path_factory):
     process.wait()
 
 
-def exported(train, tmp_path, model, memory, **kwargs):
-    *_, run = train(optim={"steps": 4}, model=model, memory=memory, **kwargs)
+def exported(train, tmp_path, model, memory, values=None):
+    *_, run = train(optim={"steps": 4, "values": values or {}}, model=model, memory=memory)
     trained = load_trained(run, "latest")
     with torch.no_grad():  # far from uniform: what is not the same shows
         for name, p in trained.model.named_parameters():
@@ -159,6 +164,13 @@ def test_transformers_computes_what_pkm_computes_whatever_the_block(train, tmp_p
 def test_transformers_computes_what_pkm_computes_whatever_the_memory(train, tmp_path, transformers, memory):
     trained, directory = exported(train, tmp_path, {}, memory)
     assert_the_same(trained, transformers(directory))
+
+
+def test_values_kept_in_bf16_are_the_same_numbers_there(train, tmp_path, transformers):
+    trained, directory = exported(train, tmp_path, {}, {}, {"dtype": "bf16"})
+    found = transformers(directory)
+    whole = trained.model.float()
+    assert_the_same(replace(trained, model=whole), found)
 
 
 @pytest.mark.parametrize("pairs", ["halves", "neighbours"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pkm.config.load import dump
+from pkm.config.schema import Config
 from pkm.files import read_json
 from pkm.format import markdown_table, perplexity
 from pkm.inference.trained import Trained
@@ -40,7 +41,7 @@ def model_card(trained: Trained, is_llama: bool) -> str:
             HEAD.format(tags="\n- ".join(tags)),
             f"\n# {config.name}\n\n",
             f"A causal language model of {model.layers} blocks of width {model.dim} with {dense:,} dense parameters",
-            _memory(trained, values),
+            _memories(config, values),
             f", after {trained.step:,} steps: {kind}.\n",
             USE.format(trust=trust),
             f"\nIt reads windows of {config.corpus.context} tokens: positions are {limit} for that many. A text begins with `</s>`, and "
@@ -54,14 +55,16 @@ def model_card(trained: Trained, is_llama: bool) -> str:
     )
 
 
-def _memory(trained: Trained, values: int) -> str:
-    memory = trained.config.memory
-    if memory is None:
-        return ""
-    layers = ", ".join(map(str, trained.config.memory_layers))
-    of = f"{memory.heads} heads read {memory.knn} of {memory.size:,} slots each ({memory.keys} keys)"
-    place = {"replace": "in place of", "beside": "beside", "after": "after"}[memory.place]
-    return f" and {values:,} values in memories at layer {layers}, {place} the feed-forward network: {of}"
+def _memories(config: Config, values: int) -> str:
+    found = []
+    for memory in config.memories:
+        layers = ", ".join(map(str, config.layers_of(memory)))
+        place = {"replace": "in place of", "beside": "beside", "after": "after"}[memory.place]
+        found.append(
+            f"at layer {layers}, {place} the feed-forward network, {memory.heads} heads that read {memory.knn} of "
+            f"{memory.size:,} slots each ({memory.keys} keys)"
+        )
+    return f" and {values:,} values of memories: {'; '.join(found)}" if found else ""
 
 
 def _data(trained: Trained) -> str:

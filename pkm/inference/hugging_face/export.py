@@ -110,8 +110,8 @@ def export_hugging_face(trained: Trained, directory: Path, most_bytes: int = MOS
 def refuse_unknown(config: Config) -> None:
     """UserError that names a setting which modeling_pkm.py does not know."""
     sections: list[tuple[str, Any, set[str]]] = [("model", config.model, MODEL)]
-    if config.memory is not None:
-        sections += [("memory", config.memory, MEMORY), ("memory.query", config.memory.query, QUERY)]
+    for memory in config.memories:
+        sections += [("memory", memory, MEMORY), ("memory.query", memory.query, QUERY)]
     for section, settings, known in sections:
         for key, field in type(settings).model_fields.items():
             name, value = f"{section}.{key}", getattr(settings, key)
@@ -124,10 +124,11 @@ def config_json(trained: Trained) -> dict[str, Any]:
     """What PkmForCausalLM is made of."""
     config = trained.config
     model, experts = config.model, config.model.experts
-    memories = {}
-    if config.memory is not None:
-        of_memory = config.memory.model_dump(mode="json", include=MEMORY - {"layers", "count", "values_std", "kernels"})
-        memories = {str(layer): {"memory": of_memory} for layer in config.memory_layers}
+    read = MEMORY - {"layers", "count", "values_std", "kernels"}
+    memories = {
+        str(layer): {name: m.model_dump(mode="json", include=read) for name, m in config.memories_at(layer).items()}
+        for layer in sorted({*config.memory_layers})
+    }
     of_experts = experts and {"count": experts.count, "active": experts.active, "ffn": config.expert_ffn}
     named = {"layers", "dim", "heads", "kv_heads", "ffn", "experts", "tie_embeddings", "document_mask"}
     return {
