@@ -34,7 +34,7 @@ from pkm.inference.generate import Reader, pick
 from pkm.inference.trained import load_trained
 from pkm.model.transformer import Transformer
 from pkm.text.encode import Encoder
-from pkm.text.vocab import EOS_ID
+from pkm.text.library import LibraryEncoder
 
 GENERATED = 256
 """Tokens that are generated at most where a task does not say."""
@@ -78,7 +78,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return EOS_ID
+        return self.encoder.end_id
 
     @property
     def max_length(self) -> int:
@@ -93,7 +93,10 @@ class HarnessModel(TemplateLM):
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Split where the text and its context begin to differ: pieces at the border may depend on what follows."""
-        whole, before = [EOS_ID, *self.tok_encode(context + continuation)], [EOS_ID, *self.tok_encode(context)]
+        whole, before = (
+            [self.encoder.end_id, *self.tok_encode(context + continuation)],
+            [self.encoder.end_id, *self.tok_encode(context)],
+        )
         same = next(
             (i for i, (a, b) in enumerate(zip(whole, before, strict=False)) if a != b), min(len(whole), len(before))
         )
@@ -137,7 +140,7 @@ class HarnessModel(TemplateLM):
         """Of whole texts, each after a </s>, in the windows in which we evaluate a split (evaluate.stride)."""
         found = []
         for request in requests:
-            ids = [EOS_ID, *self.tok_encode(request.args[0])]
+            ids = [self.encoder.end_id, *self.tok_encode(request.args[0])]
             total = -self._nll(Text(ids)) if len(ids) > 1 else 0.0
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
             found.append(total)
@@ -169,8 +172,8 @@ class HarnessModel(TemplateLM):
         until = [until] if isinstance(until, str) else until
         temperature = settings.get("temperature") or 0.0 if settings.get("do_sample") else 0.0
         top_k, top_p = settings.get("top_k") or None, settings.get("top_p")
-        prompt = [EOS_ID, *self.tok_encode(context)]
-        never = [i for i in range(self.encoder.vocab.first) if i != EOS_ID]
+        prompt = [self.encoder.end_id, *self.tok_encode(context)]
+        never = self.encoder.unsampled
         text, before = "", self.encoder.decode(prompt[1:])
         with inference(self.model):
             reader = Reader(self.model, torch.tensor([prompt]))
@@ -258,7 +261,9 @@ def tasks_markdown(found: dict[str, Any]) -> str:
     return markdown_table(["task", "examples before it", "questions", "metric", "value ± standard error"], rows)
 
 
-def open_model(run: Path, checkpoint: str, overrides: tuple[str, ...]) -> tuple[Config, Compute, Transformer, Encoder]:
+def open_model(
+    run: Path, checkpoint: str, overrides: tuple[str, ...]
+) -> tuple[Config, Compute, Transformer, Encoder | LibraryEncoder]:
     """Of a run's directory, or of what was exported; ready to be asked."""
     if (run / WEIGHTS).is_file():
         exported = load_exported(run, overrides)

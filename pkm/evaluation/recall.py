@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from pkm.config.schema import Config
 from pkm.corpus.batches import PAD_ID, TrainingBatches
 from pkm.corpus.facts import Fact, Seen, ages, facts_held_out, facts_seen, when_seen
-from pkm.corpus.store import Corpus
+from pkm.corpus.store import Corpus, OtherVocab
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.errors import UserError
@@ -101,10 +101,16 @@ def recall(
     train, held_out = corpus.train, corpus.test or corpus.valid
     if step < 1 or train is None:
         raise UserError("a model that has read nothing cannot be asked for facts", "--facts", "train it first")
+    vocab = corpus.vocab
+    if isinstance(vocab, OtherVocab):
+        what = "facts are told by whole words, which the ids of a tokenizer.json do not show"
+        raise UserError(
+            what, str(corpus.path), "prepare the corpus with BPE codes (data/README.md), or leave --facts out"
+        )
     batches = TrainingBatches(train, config.corpus.context, config.sequences, config.seed)
-    candidates = facts_seen(batches, corpus.vocab, step, POOL * facts, config.seed)
+    candidates = facts_seen(batches, vocab, step, POOL * facts, config.seed)
     if held_out is not None:
-        candidates += facts_held_out(held_out, config.corpus.context, corpus.vocab, 2 * facts, HELD_OUT_SEED)
+        candidates += facts_held_out(held_out, config.corpus.context, vocab, 2 * facts, HELD_OUT_SEED)
     with_seen = list(zip(candidates, when_seen(candidates, batches, step), strict=True))
     chosen = choose(with_seen, step, facts, config.seed)
     if not chosen:

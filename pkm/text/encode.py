@@ -55,6 +55,7 @@ class Encoder:
             raise UserError(f"cache_megabytes is {cache_megabytes}", fix="give at least 1")
         self.codes, self.vocab, self.escape, self.normalize = codes, vocab, escape, normalize
         self.size, self.unknown_id = vocab.size, UNK_ID
+        self.end_id = EOS_ID
         self.unsampled = [i for i in range(vocab.first) if i != EOS_ID]
         """Ids that generation never gives: special ones but for the end of a line."""
         self._dtype = np.dtype(np.uint16 if vocab.size < 1 << 16 else np.uint32)

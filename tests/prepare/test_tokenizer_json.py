@@ -17,6 +17,7 @@ from pkm.evaluation.evaluate import evaluate, measure_speed
 from pkm.evaluation.report import report_markdown, report_record
 from pkm.inference.export import WEIGHTS, export, load_exported
 from pkm.inference.generate import generate
+from pkm.inference.hugging_face.export import write_tokenizer
 from pkm.inference.trained import load_trained
 from pkm.model.transformer import build_model
 from pkm.prepare import pipeline
@@ -281,3 +282,16 @@ def test_a_run_generates_and_exports_with_the_tokenizer(other, train, tmp_path):
     (tmp_path / "exported" / "encoder.json").write_text("{")
     with pytest.raises(UserError, match=r"encoder\.json"):
         load_exported(tmp_path / "exported")
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_transformers_reads_the_tokenizer_that_is_written_for_it(other, tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    path, articles = other(kind)
+    corpus, written = open_corpus(path), tmp_path / "written"
+    written.mkdir()
+    write_tokenizer(corpus, 32, written)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(written), corpus.encoder()
+    for text, (ids, _) in zip(articles[:5], ours.encode_batch(articles[:5]), strict=True):
+        assert [*theirs(text, add_special_tokens=False).input_ids, theirs.eos_token_id] == list(ids)
+    assert (theirs.model_max_length, theirs.eos_token_id) == (32, corpus.vocab.end_id)

@@ -22,7 +22,7 @@ from torch import Tensor
 from pkm.checkpoint import tensor_file
 from pkm.config.load import dump
 from pkm.config.schema import Config
-from pkm.corpus.store import Corpus
+from pkm.corpus.store import TOKENIZER, Corpus, OtherVocab
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, json_text, publish
 from pkm.inference.adapters import llama
@@ -31,7 +31,7 @@ from pkm.inference.hugging_face.card import model_card
 from pkm.inference.trained import Trained
 from pkm.machine import code_version
 from pkm.text import perl_classes
-from pkm.text.vocab import EOS_ID, PAD_ID
+from pkm.text.vocab import PAD_ID
 
 INDEX = "model.safetensors.index.json"
 MOST_BYTES = 4_000_000_000
@@ -155,9 +155,9 @@ def about(trained: Trained) -> dict[str, Any]:
     """What config.json says of either kind, and what is needed to read the directory back (pkm)."""
     return {
         "tie_word_embeddings": trained.config.model.tie_embeddings,
-        "bos_token_id": EOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
+        "bos_token_id": trained.corpus.encoder().end_id,
+        "eos_token_id": trained.corpus.encoder().end_id,
+        "pad_token_id": pad_id(trained.corpus),
         "use_cache": True,
         "dtype": "float32",
         "pkm": {"step": trained.step, "corpus": trained.corpus.fingerprint, "code": code_version()},
@@ -166,8 +166,18 @@ def about(trained: Trained) -> dict[str, Any]:
 
 def generation(trained: Trained) -> dict[str, Any]:
     """As pkm generates: a line's end is no end of the text, and ids without a piece of text are never sampled."""
-    never = [i for i in range(trained.corpus.vocab.first) if i != EOS_ID]
-    return {"bos_token_id": EOS_ID, "pad_token_id": PAD_ID, "suppress_tokens": never, "use_cache": True}
+    encoder, pad = trained.corpus.encoder(), pad_id(trained.corpus)
+    return {
+        "bos_token_id": encoder.end_id,
+        "pad_token_id": pad,
+        "suppress_tokens": encoder.unsampled,
+        "use_cache": True,
+    }
+
+
+def pad_id(corpus: Corpus) -> int:
+    """What fills up shorter texts of a batch, which attention does not see: a tokenizer.json may have nothing for it."""
+    return corpus.vocab.end_id if isinstance(corpus.vocab, OtherVocab) else PAD_ID
 
 
 def write_weights(directory: Path, tensors: dict[str, Tensor], values: set[str], most_bytes: int) -> None:
@@ -195,7 +205,14 @@ def write_weights(directory: Path, tensors: dict[str, Tensor], values: set[str],
 
 
 def write_tokenizer(corpus: Corpus, context: int, directory: Path) -> None:
-    """The tokenizer's files and the code that reads them."""
+    """The tokenizer's files and the code that reads them; of a tokenizer.json, which transformers reads itself, its own."""
+    if isinstance(corpus.vocab, OtherVocab):
+        shutil.copy(corpus.path / TOKENIZER, directory / TOKENIZER)
+        end = corpus.manifest["tokenizer"]["end"]
+        described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end, "pad_token": end}
+        described |= {"model_max_length": context, "padding_side": "left", "clean_up_tokenization_spaces": False}
+        atomic_write(directory / "tokenizer_config.json", json_text(described, indent=2))
+        return
     for name in ("codes", "vocab"):
         shutil.copy(corpus.path / name, directory / name)
     settings = {"specials": corpus.vocab.specials, "encoder": corpus.manifest["tokenizer"]}
