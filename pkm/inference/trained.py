@@ -12,6 +12,7 @@ from pkm.corpus.store import Corpus, open_corpus
 from pkm.device import Compute, decide
 from pkm.distributed import dist
 from pkm.errors import UserError
+from pkm.inference.adapters.found import of_another_vocabulary
 from pkm.model.transformer import Transformer, build_model, column_sharded
 
 
@@ -38,9 +39,7 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
     config = load(file, overrides).config
     corpus = open_corpus(config.corpus.path)
     loaded = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep).load(checkpoint)
-    if loaded.record["corpus"] != corpus.fingerprint:
-        what = "the run was trained on another corpus: its ids would mean other words here"
-        raise UserError(what, str(config.corpus.path), "give the corpus it was trained on")
+    refuse_another_corpus(loaded, corpus)
     model = build_model(config, corpus.vocab.size)
     for name, table in model.tables().items():
         # As training kept it (optim.values.dtype).
@@ -48,6 +47,18 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
     load_weights(model, loaded)
     compute = decide(config)
     return Trained(config, compute, corpus, model.to(compute.device).eval(), loaded.step, directory)
+
+
+def refuse_another_corpus(loaded: Loaded, corpus: Corpus) -> None:
+    """UserError if ids mean other words here than they did when the model was trained."""
+    if "imported" in loaded.record:  # of its text nothing is known, of its subwords perhaps
+        other = of_another_vocabulary(loaded.record["subwords"], corpus.path)
+        if other is not None:
+            what = f"the model was trained with another {other}: its ids would mean other words here"
+            raise UserError(what, str(corpus.path / other), "prepare the corpus with the model's subwords")
+    elif loaded.record["corpus"] != corpus.fingerprint:
+        what = "the run was trained on another corpus: its ids would mean other words here"
+        raise UserError(what, str(corpus.path), "give the corpus it was trained on")
 
 
 def load_weights(model: Transformer, loaded: Loaded) -> None:

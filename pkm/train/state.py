@@ -63,6 +63,10 @@ def restore(run: Run, compute: Compute, model: Transformer, optim: Optimizers, c
         state = State()
         compare_with_its_like(run, corpus, state)
         return state
+    if "imported" in loaded.record:
+        what = f"this run was imported (scripts/import.py --from {loaded.record['imported']}): it has weights, and nothing to go on with"
+        fix = f"start a run of another name from it: init_from={run.directory}"
+        raise dist.raised_by_rank_0(UserError(what, str(run.directory), fix))
     if loaded.record["corpus"] != corpus.fingerprint:
         what = f"the run began on another corpus ({loaded.record['corpus'][:12]}) than this one ({corpus.fingerprint[:12]})"
         fix = "point corpus.path at the corpus it began with, or start another run with another name"
