@@ -347,6 +347,8 @@ class EvaluateConfig(Part):
     """First documents of the test split that the report scores; null = all."""
     train_documents: Natural = 0
     """First documents of the training split that the report scores besides, to show how far the model fits its training text."""
+    sample: Natural = 40
+    """Tokens that the model writes at each evaluation, going on from the validation text's beginning; 0 = none."""
     facts: Natural = 0
     """Names, places and numbers that the report asks the model for besides: a third of articles that it never read, a third read
     once, a third more often; 0 = none, 3000 tells models apart."""

@@ -29,7 +29,6 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
     return int(ids[torch.multinomial(probabilities * keep, 1, generator=rng)])
 
 
-@torch.no_grad()
 def generate(
     model: Transformer,
     encoder: Encoder | LibraryEncoder,
@@ -57,18 +56,28 @@ def generate(
         if not allowed:
             fix = "a finite temperature >= 0, top-k >= 1, 0 < top-p <= 1, tokens >= 1, samples >= 1, 0 <= seed < 2^63"
             raise UserError(f"{name} = {value} is out of range", f"--{name}", fix)
+    never, start = encoder.unsampled, encoder.prompt(prompt)
+    samples = go_on(model, start, tokens, never, temperature, top_k, top_p, seeds)
+    return [encoder.decode(sample[1:]) for sample in samples]
+
+
+@torch.no_grad()
+def go_on(
+    model: Transformer, prompt: Sequence[int], tokens: int, never: Sequence[int], temperature: float, top_k: int | None,
+    top_p: float | None, seeds: Sequence[int],
+) -> list[list[int]]:  # fmt: skip
+    """The prompt's ids and `tokens` more, once for each of `seeds`; ids of `never` are not picked."""
     rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
-    ids = torch.tensor(encoder.prompt(prompt)).expand(len(seeds), -1)
     model.eval()
-    reader = Reader(model, ids)
+    reader = Reader(model, torch.tensor(prompt).expand(len(seeds), -1))
     for _ in range(tokens):
         logits = reader.logits()
         if not logits.isfinite().all():
             raise UserError("the model's predictions are not finite", fix="take an earlier one with --checkpoint STEP")
-        logits[:, encoder.unsampled] = -torch.inf
+        logits[:, never] = -torch.inf
         picked = [pick(row, temperature, top_k, top_p, rng) for row, rng in zip(logits, rngs, strict=True)]
         reader.append(torch.tensor(picked).unsqueeze(1))
-    return [encoder.decode(sample[1:]) for sample in reader.ids.tolist()]
+    return reader.ids.tolist()
 
 
 class Reader:

@@ -118,7 +118,7 @@ class Curves:
         self._file: IO[bytes] | None = None
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append the numbers of a record; a nested value's tag is its path: train/memory/6/usage."""
+        """Append the numbers of a record, and its sample of text; a nested value's tag is its path: train/memory/6/usage."""
         self._write([record])
 
     def redraw(self, records: list[dict[str, Any]]) -> None:
@@ -137,6 +137,10 @@ class Curves:
         # Imported late: it takes a second, and a run without TensorBoard needs none of it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.text.metadata import create_summary_metadata
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         if self._file is None:
@@ -151,6 +155,12 @@ class Curves:
         for record in records:
             tag = str(record["kind"])
             numbers = [Summary.Value(tag=tag, simple_value=x) for tag, x in _numbers(tag, record)]
+            if sample := record.get("sample"):
+                text = f"{sample['prompt']} **{sample['text']}**".encode()
+                value = TensorProto(dtype=DT_STRING, string_val=[text], tensor_shape=TensorShapeProto())
+                numbers.append(
+                    Summary.Value(tag=f"{tag}/sample", metadata=create_summary_metadata("", ""), tensor=value)
+                )
             if numbers:
                 events.append(Event(wall_time=record["time"], step=record["step"], summary=Summary(value=numbers)))
         writer = RecordWriter(self._file)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from pkm.corpus.batches import windows
 from pkm.corpus.store import Corpus
 from pkm.corpus.unknown import percent, warning
 from pkm.device import Compute
@@ -55,8 +56,11 @@ def log(
     taken: Step,
 ) -> None:
     """Show, and append to metrics.jsonl, what one looks for while a run goes."""
+    assert corpus.train is not None
     record: dict[str, Any] = {
         "loss": taken.loss,
+        "tokens": state.step * run.config.optim.batch_tokens,
+        "epochs": state.step * run.config.sequences / windows(corpus.train, run.config.corpus.context),
         "lr": optim.learning_rates(state.step),
         "gradient_norm": taken.norms,
         "update_size": taken.update_sizes,
@@ -112,8 +116,19 @@ def log_line(step: int, steps: int, record: dict[str, Any], speed: dict[str, flo
     )
 
 
-def valid_line(step: int, measured: Evaluation, improved: bool) -> str:
+def valid_record(measured: Evaluation, never_read: dict[int | str, float], sample: dict[str, str] | None) -> dict[str, Any]:
+    """What metrics.jsonl holds of an evaluation on the validation split; never_read: by layer, % of slots that training never read."""
+    record = measured.record()
+    for layer, share in never_read.items():
+        record["memories"][str(layer)]["never_read"] = share
+    return record | ({"sample": sample} if sample else {})
+
+
+def valid_line(step: int, measured: Evaluation, improved: bool, never_read: dict[int | str, float]) -> str:
     """One line of an evaluation on the validation split."""
-    memories = "".join(f" | layer {n} usage {u.percent:.1f} % KL {u.kl:.2f}" for n, u in measured.memories.items())
+    memories = "".join(
+        f" | layer {n} usage {u.percent:.1f} % KL {u.kl:.2f} never read {never_read[n]:.1f} %"
+        for n, u in measured.memories.items()
+    )
     best = " | best so far" if improved else ""
     return f"step {step} | valid loss {measured.loss:.4f} | perplexity {perplexity(measured.perplexity, measured.loss)}{memories}{best}"

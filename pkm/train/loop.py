@@ -20,10 +20,11 @@ from pkm.run.run import Run
 from pkm.run.stop import StopFlag
 from pkm.train.clock import Clock
 from pkm.train.garbage import collected_at_intervals
-from pkm.train.log_lines import log, progress, start_line, valid_line
+from pkm.train.log_lines import log, progress, start_line, valid_line, valid_record
 from pkm.train.optim import LossScale, Optimizers
 from pkm.train.parallel import distribute
 from pkm.train.prefetch import Prefetcher
+from pkm.train.sample import Sampler
 from pkm.train.state import State, save, state_tensors
 from pkm.train.step import take_step, warm_up_ddp
 
@@ -38,6 +39,7 @@ def train(
     config = run.config
     batches = read_ahead(config, corpus, compute)
     clock = start_clock(run, corpus, model, optim, state)
+    sampler = Sampler(config, corpus)
     scale = LossScale(compute.precision == "fp16", state.loss_scale)
     module = distribute(model)
     model.train()
@@ -59,7 +61,7 @@ def train(
                 log(run, compute, corpus, model, optim, state, clock, taken)
             improved = False
             if corpus.valid and is_due(config, step, config.evaluate.every_steps):
-                improved = validate(run, compute, corpus, model, state, clock)
+                improved = validate(run, compute, corpus, model, optim, state, clock, sampler)
             if stop_or_save(run, compute, corpus, model, optim, state, clock, stop, improved):
                 break
             collect(step)
@@ -110,14 +112,20 @@ def refuse_to_skip_for_ever(config: Config, state: State) -> None:
         raise dist.raised_by_rank_0(UserError(what, f"step {state.step}", fix))
 
 
-def validate(run: Run, compute: Compute, corpus: Corpus, model: Transformer, state: State, clock: Clock) -> bool:
-    """Score the validation split; whether its loss is the lowest so far."""
+def validate(
+    run: Run, compute: Compute, corpus: Corpus, model: Transformer, optim: Optimizers, state: State, clock: Clock,
+    sampler: Sampler,
+) -> bool:  # fmt: skip
+    """Score the validation split, and write a sample; whether the loss is the lowest so far."""
     assert corpus.valid is not None
     measured = evaluate(model, corpus, corpus.valid, run.config, compute, run.config.evaluate.documents)
     improved = measured.loss < state.best_loss
     state.best_loss = min(state.best_loss, measured.loss)
-    run.metrics.write(state.step, "valid", **measured.record())
-    run.say(valid_line(state.step, measured, improved))
+    unread = optim.never_read()
+    never_read = {layer: unread[id(memory.values)] for layer, memory in model.memories()}
+    sample = sampler.write(model, compute)
+    run.metrics.write(state.step, "valid", **valid_record(measured, never_read, sample))
+    run.say(valid_line(state.step, measured, improved, never_read))
     clock.evaluated()
     return improved
 

@@ -22,6 +22,9 @@ from pkm.memory.sharding import sum_gradient
 from pkm.model.transformer import Transformer
 from pkm.train.update_size import UpdateSizes
 
+COLUMNS_ASKED = 16
+"""Of a slot's moments, whether it was ever read: one may be too small for its dtype, not so many."""
+
 
 def learning_rate(settings: DenseOptim | ValuesOptim, step: int, steps: int) -> float:
     """The learning rate of update `step` (from 1) of `steps`.
@@ -220,6 +223,7 @@ class Optimizers:
     def __init__(self, settings: OptimConfig, model: Transformer):
         self.steps = settings.steps
         tables = {f"{name}.weight": table for name, table in model.tables().items()}
+        self.tables = tables
         self.sharded = any(table.sharded for table in tables.values())
         groups = parted(settings, model)
         self.settings = {name: settings.group(name) for name in [*groups, *(["values"] if tables else [])]}
@@ -296,6 +300,19 @@ class Optimizers:
         elif self.values is not None:
             tables = list(self.values.parameters.values())
         return UpdateSizes(self.dense.groups, tables, self.sharded)
+
+    def never_read(self) -> dict[int, float]:
+        """By the id of each table, the share of its slots that no step has read so far, %.
+
+        Their moments tell it, which are 0 until the first read: nothing is counted, and a resumed run knows it too.
+        """
+        moments = {} if self.values is None else self.values.state_tensors()
+        found = {}
+        for name, table in self.tables.items():
+            of_table = [t for key, t in moments.items() if key.startswith(f"{name}.") and not key.endswith(".master")]
+            read = torch.stack([t[:, :COLUMNS_ASKED].ne(0).any(1) for t in of_table]).any(0)
+            found[id(table)] = 100 * (1 - float(read.double().mean()))
+        return found
 
     def clear(self) -> None:
         for optimizer in self._optimizers():

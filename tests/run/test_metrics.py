@@ -109,6 +109,15 @@ def test_tensorboard_shows_the_records(tmp_path):
     assert curve(tmp_path, "train/memories/6/usage") == [(1, 50.0), (2, 50.0), (3, 50.0)]
 
 
+def test_tensorboard_shows_what_the_model_wrote(tmp_path):
+    metrics = Metrics(tmp_path, tensorboard=True)
+    metrics.write(5, "valid", loss=1.0, sample={"prompt": "The cat", "text": " sat"})
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    (shown,) = events.Tensors("valid/sample")
+    assert shown.step == 5 and shown.tensor_proto.string_val == [b"The cat ** sat**"]
+
+
 def test_curves_of_a_resumed_run_never_overlap_even_if_the_event_file_was_cut_off(tmp_path):
     written(tmp_path, [1, 2, 3, 4], tensorboard=True)
     (events,) = (tmp_path / "tensorboard").iterdir()

@@ -5,6 +5,7 @@ import torch
 
 from pkm import device
 from pkm.checkpoint.checkpoints import Checkpoints
+from pkm.corpus.store import open_corpus
 from pkm.errors import UserError
 from pkm.evaluation.evaluate import evaluate
 from pkm.inference.trained import load_trained
@@ -68,6 +69,50 @@ def test_metrics_carry_what_a_researcher_looks_for(train):
     assert 0 < last["memories"]["2"]["usage"] <= 100 and last["memories"]["2"]["kl"] >= 0
     valid = [r for r in records if r["kind"] == "valid"]
     assert [r["step"] for r in valid] == [10, 20] and valid[0]["perplexity"] > valid[1]["perplexity"]
+    # 60 documents of 40 tokens are 299 windows of 8 and a target more; a step takes 8 of them.
+    assert last["tokens"] == 20 * 64 and last["epochs"] == pytest.approx(20 * 8 / 299)
+
+
+def test_each_evaluation_writes_a_sample_that_no_step_depends_on(train, tiny_corpus_path):
+    corpus = open_corpus(tiny_corpus_path)
+    model, optim, _, directory = train(name="a")
+    samples = [r["sample"] for r in read(directory / "metrics.jsonl") if r["kind"] == "valid"]
+    assert len(samples) == 2 and all(sample["text"].strip() for sample in samples)
+    assert {sample["prompt"] for sample in samples} == {corpus.encoder().decode(corpus.valid.read(0, 4)[:3])}
+    silent, its_optim, _, directory = train(name="b", evaluate={"sample": 0})
+    assert not [r for r in read(directory / "metrics.jsonl") if "sample" in r]
+    ours, others = everything(model, optim), everything(silent, its_optim)
+    assert all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+@pytest.mark.parametrize("update", ["dense", "sparse", "in_backward"])
+def test_slots_that_training_never_read_are_told_also_after_resuming(train, update):
+    def shares(steps):
+        *_, directory = train(
+            memory={"sub_keys": 16, "knn": 2}, optim={"steps": steps, "values": {"update": update}, "dense": {"lr": 1e-5}},
+            evaluate={"every_steps": 1}, checkpoint={"every_steps": 1}, model={"dropout": 0.0},
+        )  # fmt: skip
+        valid = [r for r in read(directory / "metrics.jsonl") if r["kind"] == "valid"]
+        return [r["memories"]["2"]["never_read"] for r in valid]
+
+    read_by_step = set()
+    take = Optimizers.step
+    moved = []
+
+    def watched(self, step, norms):
+        before = next(iter(self.tables.values())).weight.detach().clone()
+        take(self, step, norms)
+        after = next(iter(self.tables.values())).weight.detach()
+        read_by_step.update(torch.where((before != after).any(1))[0].tolist())
+        moved.append(100 * (1 - len(read_by_step) / 256))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimizers, "step", watched)
+        first = shares(2)
+        both = shares(4)
+    assert both[:2] == first and 0 < both[3] < both[0] < 100
+    if update != "in_backward":  # there the rows move before the step
+        assert both == pytest.approx(moved)
 
 
 @pytest.mark.parametrize("gradient", [True, False], ids=["nan gradients", "nan loss alone"])
