@@ -21,16 +21,17 @@ import torch.nn.functional as F
 from pkm.config.schema import Config
 from pkm.corpus.batches import PAD_ID, TrainingBatches
 from pkm.corpus.facts import Fact, Seen, ages, facts_held_out, facts_seen, when_seen
-from pkm.corpus.store import Corpus, OtherVocab
+from pkm.corpus.store import Corpus
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.evaluation.evaluate import inference
 from pkm.format import markdown_table
 from pkm.model.transformer import Transformer
-from pkm.text.vocab import EOS_ID
+from pkm.text.vocab import EOS_ID, Vocab
 
 FILE = "facts.json"
+NO_FACTS = "facts are found among Moses tokens, and this corpus has others"
 POOL = 8
 """Candidates for each fact that is asked: most were read once, and those read more often must be found among them."""
 EXAMPLES = 6
@@ -102,11 +103,8 @@ def recall(
     if step < 1 or train is None:
         raise UserError("a model that has read nothing cannot be asked for facts", "--facts", "train it first")
     vocab = corpus.vocab
-    if isinstance(vocab, OtherVocab):
-        what = "facts are told by whole words, which the ids of a tokenizer.json do not show"
-        raise UserError(
-            what, str(corpus.path), "prepare the corpus with BPE codes (data/README.md), or leave --facts out"
-        )
+    if not isinstance(vocab, Vocab):
+        raise UserError(NO_FACTS, str(corpus.path), "leave out facts, or prepare the corpus with codes and vocabulary")
     batches = TrainingBatches(train, config.corpus.context, config.sequences, config.seed)
     candidates = facts_seen(batches, vocab, step, POOL * facts, config.seed)
     if held_out is not None:
