@@ -25,12 +25,14 @@ class Kind(NamedTuple):
 KEYS: dict[str, Kind] = {
     "product": Kind("pkm.memory.keys:product_keys", "pkm.memory.cost:product_keys"),
     "flat": Kind("pkm.memory.keys:flat_keys", "pkm.memory.cost:flat_keys"),
+    "tucker": Kind("pkm.memory.tucker:tucker_keys", "pkm.memory.cost:tucker_keys"),
 }
 """Which slots a token reads: an object with the methods of pkm.memory.keys.Keys."""
 
 READS: dict[str, Kind] = {
     "rows": Kind("pkm.memory.read:rows", "pkm.memory.cost:rows"),
     "experts": Kind("pkm.memory.read:experts", "pkm.memory.cost:experts"),
+    "experts-linear": Kind("pkm.memory.read:linear_experts", "pkm.memory.cost:linear_experts"),
 }
 """What a slot gives: an object with the methods of pkm.memory.read.Read."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,66 @@ OF_A_MEMORY: list[tuple[str, Callable[[Config, Any], bool], Callable[[Config, An
         lambda c, m: "update: in_backward moves rows while other layers have yet to read the same table backwards",
         "use optim.values.update: sparse, or share_values: false",
     ),
+    (
+        "sub_keys",
+        lambda c, m: m.keys == "tucker" and m.sub_keys is None,
+        lambda c, m: "Tucker keys need their number of sub-keys a side",
+        "write for example `sub_keys: 512` for 512^2 rows",
+    ),
+    (
+        "slots",
+        lambda c, m: m.keys == "tucker" and m.slots is not None,
+        lambda c, m: "the slots of Tucker keys follow from memory.sub_keys and memory.expansion",
+        "remove memory.slots",
+    ),
+    (
+        "expansion",
+        lambda c, m: math.isqrt(m.expansion) ** 2 != m.expansion,
+        lambda c, m: f"{m.expansion} is no square number, and each side has the root of it times as many sub-keys",
+        "choose 1, 4, 9 or 16",
+    ),
+    (
+        "expansion",
+        lambda c, m: m.keys != "tucker" and (m.expansion > 1 or m.cores > 1 or m.queries_by_rank),
+        lambda c, m: f"expansion, cores and queries_by_rank are settings of Tucker keys, and these are {m.keys} keys",
+        "choose keys: tucker, or leave them out",
+    ),
+    (
+        "knn",
+        lambda c, m: m.keys == "tucker" and m.sub_keys is not None and m.knn > m.sub_keys_searched,
+        lambda c, m: f"k = {m.knn} is more than the {m.sub_keys_searched} sub-keys of a side",
+        "choose knn <= sub_keys * the root of expansion",
+    ),
+    (
+        "query.dim",
+        lambda c, m: m.keys == "tucker" and m.query.dim % (2 * m.rank if m.queries_by_rank else 2) != 0,
+        lambda c, m: f"a query of {m.query.dim} has no {2 * m.rank if m.queries_by_rank else 2} equal parts",
+        "choose a multiple of 2, with queries_by_rank of 2 * rank",
+    ),
+    (
+        "values_dim",
+        lambda c, m: m.cores > 1 and m.read == "rows" and m.value_width(c.model.dim) % m.cores != 0,
+        lambda c, m: f"{m.cores} cores cannot weigh {m.value_width(c.model.dim)} columns of a value evenly",
+        "choose a multiple of memory.cores",
+    ),
+    (
+        "read",
+        lambda c, m: m.keys == "tucker" and m.read == "experts",
+        lambda c, m: "the weights of Tucker keys are for rows or for linear experts",
+        "choose read: experts-linear, or rows",
+    ),
+    (
+        "input_dim",
+        lambda c, m: m.input_dim is not None and m.read != "experts-linear",
+        lambda c, m: f"it is the width of a linear expert's input, and read: {m.read} has none",
+        "choose read: experts-linear, or remove input_dim",
+    ),
+    (
+        "kernels",
+        lambda c, m: m.kernels == "faiss" and m.keys == "tucker",
+        lambda c, m: "faiss searches product and flat keys",
+        "choose kernels: auto",
+    ),
 ]
 
 
@@ -257,9 +318,12 @@ def impossible_for(config: Config, ranks: int) -> list[Mistake]:
             )
         )
         found.append(("optim.batch_tokens", what, f"choose a multiple of {ranks * config.corpus.context}"))
-    if config.memory and config.parallel.values == "sharded" and config.model.dim % ranks:
-        what = f"{ranks} ranks cannot share the {config.model.dim} columns of the values evenly"
-        found.append(("parallel.values", what, "choose a model.dim that the ranks divide, or values: replicated"))
+    if config.parallel.values == "sharded":
+        uneven = [width for m in config.memories for width in _table_widths(config, m) if width % ranks]
+        if uneven:
+            what = f"{ranks} ranks cannot share the {uneven[0]} columns of the values evenly"
+            fix = "choose a model.dim (and memory.values_dim, input_dim) that the ranks divide, or values: replicated"
+            found.append(("parallel.values", what, fix))
     if config.memory and config.optim.values.update == "in_backward":
         if config.optim.micro_batch and config.optim.micro_batch < config.sequences // ranks:
             what = "update: in_backward moves rows inside backward, and with accumulation a gradient is whole only after the last"
@@ -268,3 +332,9 @@ def impossible_for(config: Config, ranks: int) -> list[Mistake]:
             what = f"in_backward moves rows inside backward, without the gradients of the other {ranks - 1} ranks"
             found.append(("optim.values.update", what, "use update: sparse, or parallel.values: sharded"))
     return found
+
+
+def _table_widths(config: Config, memory: Any) -> tuple[int, ...]:
+    from pkm.memory.cost import read  # late: it counts what a schema's memories are
+
+    return read(memory, config.model.dim).widths

@@ -149,9 +149,9 @@ class MemoryConfig(Part):
     count: Positive | None = None
     """Instead of layers: that many memories at regular intervals."""
     keys: Annotated[str, *one_of(KEYS)] = "product"
-    """Key set: pairs of sub-keys, or one vector a slot."""
+    """Key set: pairs of sub-keys, one vector a slot, or pairs whose scores are a Tucker decomposition (UltraMem)."""
     sub_keys: Positive | None = None
-    """Product keys: sub-keys a side, C; the memory has C * C slots."""
+    """Product and Tucker keys: sub-keys a side, C; the memory has C * C slots."""
     slots: Positive | None = None
     """Flat keys: slots, K."""
     heads: Positive = 4
@@ -160,14 +160,26 @@ class MemoryConfig(Part):
     """Normalisation of each key (of each sub-key of product keys), with a gain for every feature."""
     keys_shared_by_heads: bool = False
     """All heads search one set of keys, each with a query of its own."""
+    rank: Positive = 2
+    """Tucker keys: numbers that a sub-key's scores are made of, r."""
+    cores: Positive = 1
+    """Tucker keys: cores whose sum scores a pair; of rows each weighs columns of its own (UltraMem's multi-core scoring)."""
+    expansion: Positive = 1
+    """Tucker keys: slots a row, a square number E; of rows each of E blocks of slots has a projection of its own."""
+    queries_by_rank: bool = False
+    """Tucker keys: of query.dim each rank has a part of its own, as in UltraMemV2."""
     knn: Positive = 32
     """Slots that a head reads, k."""
     query: QueryConfig = QueryConfig()
     read: Annotated[str, *one_of(READS)] = "rows"
-    """What a slot gives: rows = its value v; experts = act(u . x) v, u a second table's row, x the memory's input (PEER); summed
-    over the slots with their weights."""
+    """What a slot gives: rows = its value v; experts = act(u . x) v, u a second table's row, x the memory's input (PEER);
+    experts-linear = (u . P x) v (UltraMemV2); summed over the slots with their weights."""
     activation: Literal["gelu", "relu", "silu"] = "gelu"
     """Of experts."""
+    values_dim: Positive | None = None
+    """Width of a value; null = model.dim. If it is given, what was read is projected to model.dim."""
+    input_dim: Positive | None = None
+    """experts-linear: width of u and P x; null = that of a value."""
     gate: Annotated[str, *one_of(GATES)] = "none"
     """What becomes of what was read y: none = as it is; silu = W2 (y * silu(W1 x)), as in Memory+."""
     share_values: bool = False
@@ -183,6 +195,28 @@ class MemoryConfig(Part):
     def size(self) -> int:
         """Slots, K, given or as pairs of sub-keys."""
         return self.slots or (self.sub_keys or 0) ** 2
+
+    @property
+    def sub_keys_searched(self) -> int:
+        """Sub-keys a side with those of the expansion, C'."""
+        return (self.sub_keys or 0) * math.isqrt(self.expansion)
+
+    def value_width(self, dim: int) -> int:
+        """Numbers of a value, in a model of width `dim`."""
+        return self.values_dim or dim
+
+    def input_width(self, dim: int) -> int:
+        """Numbers of a linear expert's input."""
+        return self.input_dim or self.value_width(dim)
+
+    def given_width(self, dim: int) -> int:
+        """Numbers that a read gives."""
+        return self.value_width(dim) * (self.expansion if self.read == "rows" else 1)
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether what is read goes through a map to the model's width, though no gate asks for one."""
+        return self.values_dim is not None or self.expansion > 1 or self.read == "experts-linear"
 
 
 Memories = Annotated[

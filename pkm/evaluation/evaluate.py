@@ -257,7 +257,8 @@ class UsageMeters:
         for meters, parts in ((self.memories, self.model.memories()), (self.experts, self.model.experts())):
             for name, part in parts:
                 indices, weights, real = part.selection
-                meters[name].update(indices, weights, real if counts is None else counts)
+                recall = getattr(part, "recall", None)
+                meters[name].update(indices, weights, real if counts is None else counts, recall)
 
     def sum_over_ranks(self) -> None:
         """As a meter's."""

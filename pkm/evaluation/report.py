@@ -110,6 +110,9 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
             use = f"{u.percent:.2f}", f"{u.kl:.4f}", f"{u.gini:.3f}"
             rows.append([str(layer), *use, *slots, f"{u.shared_by_two_heads:.3f}"])
         text += "\n" + markdown_table(["memory at layer", "usage %", "KL", "Gini", *top, "slots two heads share"], rows)
+        inexact = [(str(layer), f"{100 * u.recall:.1f}") for layer, u in e.memories.items() if u.recall is not None]
+        if inexact:
+            text += "\n" + markdown_table(["memory at layer", "best slots that the search finds, %"], inexact)
     if e.experts:
         uses = [(str(layer), f"{u.percent:.2f}", f"{u.kl:.4f}", f"{u.gini:.3f}") for layer, u in e.experts.items()]
         text += "\n" + markdown_table(["experts at layer", "usage %", "KL", "Gini"], uses)

@@ -5,7 +5,7 @@ Letters as in the paper: H heads, K slots, C sub-keys a side, k selected slots, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pkm.config.kinds import GATES, KEYS, READS, named
@@ -24,8 +24,12 @@ class Cost:
     """All but those of tables."""
     row: int = 0
     """Numbers of a slot in tables: there are K times as many."""
-    tables: int = 0
-    """How many tables these are: each is read with the same indices."""
+    widths: tuple[int, ...] = ()
+    """Columns of each of these tables: those that sharding shares out."""
+    selections: int = 0
+    """How often a token's H k indices and weights are sent to other ranks, where tables are sharded."""
+    exchanged: int = 0
+    """Numbers of a token that ranks then send each other, R - 1 of R of them."""
     flops: int = 0
     """Forward, of one token. What counts: see pkm.model.cost.Flops."""
     backward_flops: int | None = None
@@ -49,7 +53,9 @@ def query(m: MemoryConfig, d: int) -> Cost:
     widths = list(pairwise([d, *m.query.hidden, m.query.dim]))
     norm = {"none": 0, "rms": 1, "layer": 2, "batch": 2}[m.query.norm] * m.query.dim
     features = m.heads * m.query.dim
-    apart = m.query.norm in ("layer", "rms") or (m.query.norm == "batch" and m.kernels in ("reference", "faiss"))
+    apart = m.query.norm in ("layer", "rms") or (
+        m.query.norm == "batch" and (m.kernels in ("reference", "faiss") or m.keys == "tucker")
+    )
     return Cost(
         parameters=m.heads * (sum(a * b + b for a, b in widths) + norm),
         flops=2 * m.heads * sum(a * b for a, b in widths),
@@ -61,6 +67,24 @@ def query(m: MemoryConfig, d: int) -> Cost:
 def product_keys(m: MemoryConfig, d: int) -> Cost:
     """H x 2 x C sub-keys of q / 2: 2 H C q FLOPs for the scores."""
     return _search(m, scores=m.heads * 2 * (m.sub_keys or 0), size=m.query.dim // 2)
+
+
+def tucker_keys(m: MemoryConfig, d: int) -> Cost:
+    """H x 2 x r x C' sub-keys of q_side, P cores of r x r a head.
+
+    FLOPs: scores 2 H 2 r C' q_side; the coarse stage 2 H 2 C' r; the fine one's k^2 pairs 2 H (k r^2 + k^2 r); the selected
+    pairs' by each core. Gradients reach scores through the selected alone, but pass the products of matrices whole.
+    """
+    h, r, k = m.heads, m.rank, m.knn
+    side, size = m.sub_keys_searched, m.query.dim // (2 * r if m.queries_by_rank else 2)
+    sets = 1 if m.keys_shared_by_heads else h
+    scores, selected = 2 * h * 2 * r * side * size, 2 * h * k * m.cores * (r * r + r)
+    return Cost(
+        parameters=sets * 2 * r * size * (side + (m.keys_norm == "rms")) + h * m.cores * r * r,
+        flops=scores + selected + 2 * h * 2 * side * r + 2 * h * (k * r * r + k * k * r),
+        backward_flops=2 * (scores + selected),
+        kept_fp32=h * (2 * r + m.cores + 3) * k,
+    )
 
 
 def flat_keys(m: MemoryConfig, d: int) -> Cost:
@@ -87,24 +111,45 @@ def _search(m: MemoryConfig, scores: int, size: int) -> Cost:
 
 def rows(m: MemoryConfig, d: int) -> Cost:
     """A row of d numbers a slot; H k of them summed."""
-    return Cost(row=d, tables=1, flops=2 * m.heads * m.knn * d)
+    width, given = m.value_width(d), m.given_width(d)
+    several = m.expansion * m.cores  # what each of these reads is a read of its own
+    return Cost(
+        row=width, widths=(width // m.cores,), selections=several, exchanged=given, flops=2 * m.heads * m.knn * width
+    )
 
 
 def experts(m: MemoryConfig, d: int) -> Cost:
-    """Two rows of d numbers a slot, H k of each read: multiplied with the token, and summed. Kept are the products and the weights
-    that they make."""
-    reads = m.heads * m.knn
-    return Cost(row=2 * d, tables=2, flops=4 * reads * d, kept_fp32=2 * reads)
+    """A row that is multiplied with the token, of d numbers, and a value, H k of each. Kept are the products, and the weights that
+    they make."""
+    return _experts(m, d, m.value_width(d))
+
+
+def linear_experts(m: MemoryConfig, d: int) -> Cost:
+    """As of experts, whose input is projected first."""
+    width = m.input_width(d)
+    of_rows = _experts(m, width, m.value_width(d))
+    return replace(of_rows, parameters=d * width, flops=of_rows.flops + 2 * d * width, kept=width)
+
+
+def _experts(m: MemoryConfig, inputs: int, outputs: int) -> Cost:
+    reads, both = m.heads * m.knn, inputs + outputs
+    return Cost(
+        row=both, widths=(inputs, outputs), selections=2, exchanged=both, flops=2 * reads * both, kept_fp32=2 * reads
+    )
 
 
 def as_it_is(m: MemoryConfig, d: int) -> Cost:
-    """What was read is what joins the residual stream."""
-    return Cost()
+    """What was read is what joins the residual stream; a map without bias where its width is not the model's."""
+    if not m.is_projected:
+        return Cost()
+    width = m.given_width(d)
+    return Cost(parameters=width * d, flops=2 * width * d, kept=width)
 
 
 def silu_gate(m: MemoryConfig, d: int) -> Cost:
-    """Two maps d -> d with biases; kept are what is read, the gate before and after its activation, and their product."""
-    return Cost(parameters=2 * (d * d + d), flops=4 * d * d, kept=4 * d)
+    """Maps d -> dv -> d with biases; kept are what is read, the gate before and after its activation, and their product."""
+    width = m.given_width(d)
+    return Cost(parameters=2 * d * width + d + width, flops=4 * d * width, kept=4 * width)
 
 
 def keys(m: MemoryConfig, d: int) -> Cost:
@@ -173,7 +218,7 @@ def sent_sharded(m: MemoryConfig, d: int, tokens: int, ranks: int, product: int,
     rank, and their gradients back; of experts' first table tokens go and products come back, as many. `forwards`: 2 if
     activations are recomputed.
     """
-    reads = m.heads * m.knn * sum(part.tables for part in parts(m, d))
+    reads = m.heads * m.knn * sum(part.selections for part in parts(m, d))
     selection = (ranks - 1) * tokens * reads * (forwards * (INDEX + FP32) + FP32)
-    outputs = (ranks - 1) * tokens * row(m, d) // ranks * product * (forwards + 1)
+    outputs = (ranks - 1) * tokens * sum(part.exchanged for part in parts(m, d)) // ranks * product * (forwards + 1)
     return selection + outputs

@@ -20,7 +20,11 @@ from pkm.memory.query import Query
 
 
 class Keys(Protocol):
-    """Which slots a query reads, and with which weights. A module; `build_keys` makes what a config names."""
+    """Which slots a query reads, and with which weights. A module; `build_keys` makes what a config names.
+
+    Besides, keys whose search is not exact have a `recall(query, slots)`, and those on whose scores the first values depend a
+    `begin` (pkm.memory.tucker).
+    """
 
     slots: int
     """K."""
@@ -29,7 +33,8 @@ class Keys(Protocol):
         """query (N, H, q) -> slots (N, H, k) int64, best first, and their scores (N, H, k): the definition of correct."""
 
     def select(self, query: Query, k: int) -> tuple[Tensor, Tensor]:
-        """What a memory reads: slots (N, H, k), int32 or int64, and their weights (N, H, k), at least fp32."""
+        """What a memory reads: slots (N, H, k), int32 or int64, and their weights (N, H, k), at least fp32; of several cores
+        (N, H, k, cores)."""
 
 
 def build_keys(config: MemoryConfig) -> Keys:

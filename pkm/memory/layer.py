@@ -32,13 +32,15 @@ class MemoryLayer(nn.Module):
     backend    who computes where the weights are now; None where what the config wants cannot run
     record     if True, `selection` holds what the last forward selected: indices (N, H, k) and weights (N, H, k) of all
                tokens, and which of them are not padding, (N,) bool, or None where no mask was given; and `squares` the
-               mean squares of the last output and of the residual stream that it was added to
+               mean squares of the last output and of the residual stream that it was added to; and, where keys are not
+               searched exactly, `recall`: the share of the best slots that were found
     """
 
     selection: tuple[Tensor, Tensor, Tensor | None]
     squares: tuple[Tensor, Tensor]
     backend: Backend | None
     values: Values
+    recall: Tensor | None = None
 
     def __init__(self, config: MemoryConfig, dim: int, like: MemoryLayer | None = None):
         """like    a memory of the same settings whose tables this one reads too: they stay its parts"""
@@ -48,7 +50,9 @@ class MemoryLayer(nn.Module):
         self.query = QueryNetwork(config.query, dim, config.heads)
         self.keys = build_keys(config)
         if like is None:
-            self.values = Values(self.keys.slots, dim, config.values_std)
+            # Of several cores each weighs columns of its own: they are rows of their own.
+            cores = config.cores if config.read == "rows" else 1
+            self.values = Values(config.size * cores, config.value_width(dim) // cores, config.values_std)
         else:
             borrow(self, "values", like.values)
         self.read: Read = build_read(config, dim, None if like is None else like.read)
@@ -59,6 +63,14 @@ class MemoryLayer(nn.Module):
     @property
     def slots(self) -> int:
         return self.keys.slots
+
+    def begin(self, config: MemoryConfig, dim: int, layers: int, ffn: int) -> None:
+        """Of kinds whose first weights depend on the model around them: its layers, and its feed-forward networks' width."""
+        begin = getattr(self.keys, "begin", None)
+        if begin is not None:
+            gains = None if self.query.norm is None else self.query.norm.weight
+            own = [m.weight for m in self.modules() if isinstance(m, Values)]
+            begin(gains, own, config, dim, layers, ffn)
 
     def addressing(self) -> Iterator[nn.Parameter]:
         """The parameters that decide which slots are read."""
@@ -78,15 +90,18 @@ class MemoryLayer(nn.Module):
             self._choose()
         tokens = x.reshape(-1, x.shape[-1])
         real = None if mask is None else mask.flatten()
-        indices, weights = self.keys.select(self.query(tokens, real), self.knn)
+        query = self.query(tokens, real)
+        indices, weights = self.keys.select(query, self.knn)
         if self.record:
             # Padding too: compiled code cannot have a size that depends on how many tokens are padding.
-            self.selection = indices, weights.detach(), real
+            self.selection = indices, weights.detach() if weights.ndim == 3 else weights.detach().sum(-1), real
+            measure = getattr(self.keys, "recall", None)
+            self.recall = None if measure is None else measure(query, indices)
         if real is not None:
             padding = ~real.view(-1, 1, 1)
             indices = indices.masked_fill(padding, -1)
-            weights = weights.masked_fill(padding, 0)  # also where they are NaN
-        given = self.read(self.values, tokens, indices.flatten(1), weights.flatten(1), compute_dtype(x))
+            weights = weights.masked_fill(padding.view(-1, *[1] * (weights.ndim - 1)), 0)  # also where they are NaN
+        given = self.read(self.values, tokens, indices.flatten(1), weights.flatten(1, 2), compute_dtype(x))
         out = self.output(given, tokens)
         if real is not None:
             out = out.masked_fill(~real.unsqueeze(1), 0)  # of a bias too

@@ -1,6 +1,6 @@
 """What becomes of what a memory read, before it joins the residual stream.
 
-Shapes: N tokens, d model width.
+Shapes: N tokens, d model width, dv width of what was read: d, unless values have a width of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Output(Protocol):
     """A module."""
 
     def __call__(self, given: Tensor, x: Tensor) -> Tensor:
-        """given (N, d) what was read, x (N, d) the memory's input -> (N, d)."""
+        """given (N, dv) what was read, x (N, d) the memory's input -> (N, d)."""
 
 
 def build_output(config: MemoryConfig, dim: int) -> Output:
@@ -27,17 +27,34 @@ def build_output(config: MemoryConfig, dim: int) -> Output:
     return output
 
 
-def as_it_is(config: MemoryConfig, dim: int) -> AsItIs:
-    return AsItIs()
+def as_it_is(config: MemoryConfig, dim: int) -> AsItIs | Projection:
+    if not config.is_projected:
+        return AsItIs()
+    width = config.given_width(dim)
+    # N(0, 2 / 5d) in UltraMemV2, N(0, 1 / (E dv)) in UltraMem.
+    return Projection(width, dim, (2 / (5 * dim) if config.read == "experts-linear" else 1 / width) ** 0.5)
 
 
 def silu_gate(config: MemoryConfig, dim: int) -> SiluGate:
-    return SiluGate(dim)
+    return SiluGate(config.given_width(dim), dim)
 
 
 class AsItIs(nn.Module):
     def forward(self, given: Tensor, x: Tensor) -> Tensor:
         return given
+
+
+class Projection(nn.Module):
+    """A linear map without bias, (N, dv) -> (N, d); it begins as N(0, std^2)."""
+
+    def __init__(self, width: int, dim: int, std: float):
+        super().__init__()
+        self.project = nn.Linear(width, dim, bias=False)
+        nn.init.normal_(self.project.weight, std=std)
+
+    def forward(self, given: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = self.project(given)
+        return y
 
 
 class SiluGate(nn.Module):
@@ -46,9 +63,9 @@ class SiluGate(nn.Module):
     Weights begin as N(0, 1 / d), biases as 0.
     """
 
-    def __init__(self, dim: int):
+    def __init__(self, width: int, dim: int):
         super().__init__()
-        self.gate, self.project = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.gate, self.project = nn.Linear(dim, width), nn.Linear(width, dim)
         for linear in (self.gate, self.project):
             nn.init.normal_(linear.weight, std=dim**-0.5)
             nn.init.zeros_(linear.bias)

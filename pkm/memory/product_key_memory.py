@@ -44,13 +44,14 @@ class ProductKeyMemory(MemoryLayer):
         keys_shared_by_heads: bool = False,
         read: str = "rows",
         activation: str = "gelu",
+        values_dim: int | None = None,
         gate: str = "none",
         values_std: float | None = None,
         kernels: str = "auto",
     ):
         settings = dict(sub_keys=sub_keys, heads=heads, knn=knn, query=query or {}, keys=keys, slots=slots)
         settings |= dict(keys_norm=keys_norm, keys_shared_by_heads=keys_shared_by_heads, read=read, gate=gate)
-        settings |= dict(activation=activation)
+        settings |= dict(activation=activation, values_dim=values_dim)
         super().__init__(checked(settings | dict(values_std=values_std, kernels=kernels)), dim)
 
 

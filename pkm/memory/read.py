@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pkm.config.kinds import READS, named
 from pkm.config.schema import MemoryConfig
 from pkm.memory.values import Values, borrow
+from pkm.memory.virtual import LinearExperts, VirtualRows
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
@@ -23,7 +24,10 @@ class Read(Protocol):
     """A module. It may hold tables of its own besides the memory's `values`: they are `Values` too."""
 
     def __call__(self, values: Values, x: Tensor, indices: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """x (N, d) the memory's input, indices and weights (N, J), an index below 0 reads nothing -> (N, d) in `dtype`."""
+        """x (N, d) the memory's input, indices and weights (N, J), an index below 0 reads nothing -> (N, d) in `dtype`.
+
+        Where keys have several cores, weights (N, J, cores); where values have a width of their own, that instead of d.
+        """
 
 
 def build_read(config: MemoryConfig, dim: int, like: Read | None = None) -> Read:
@@ -34,12 +38,16 @@ def build_read(config: MemoryConfig, dim: int, like: Read | None = None) -> Read
     return read
 
 
-def rows(config: MemoryConfig, dim: int) -> Rows:
-    return Rows()
+def rows(config: MemoryConfig, dim: int) -> Rows | VirtualRows:
+    return VirtualRows(config) if config.expansion > 1 or config.cores > 1 else Rows()
 
 
 def experts(config: MemoryConfig, dim: int, down: Values | None = None) -> Experts:
     return Experts(config, dim, down)
+
+
+def linear_experts(config: MemoryConfig, dim: int, down: Values | None = None) -> LinearExperts:
+    return LinearExperts(config, dim, down)
 
 
 class Rows(nn.Module):

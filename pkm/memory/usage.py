@@ -28,14 +28,17 @@ class Usage:
     """The same for 99 %."""
     shared_by_two_heads: float
     """Slots that a pair of heads both select for a token: mean over tokens and pairs; 0 for one head."""
+    recall: float | None = None
+    """Of a search that is not exact, the share of each head's best slots that it finds; None of one that is."""
 
 
 class UsageMeter:
     """Adds up what a memory of K slots and H heads reads over a whole split, in float64 on the CPU.
 
-    weights  (K,) float64: z', the sum of w(x)_i over tokens and heads (paper 4.2)
+    weights  (K,) float64: z', the sum of w(x)_i over tokens and heads (paper 4.2), without the sign that weights of Tucker keys may have
     tokens   tokens seen
     shared   slots that two heads share, summed over tokens and pairs of heads
+    recalls  recalls of batches, summed, and how many there were
     """
 
     def __init__(self, slots: int, heads: int):
@@ -43,13 +46,18 @@ class UsageMeter:
         self.weights = torch.zeros(slots, dtype=torch.float64)
         self.tokens = 0
         self.shared = 0
+        self.recalls = 0.0, 0
 
-    def update(self, indices: Tensor, weights: Tensor, counts: Tensor | None = None) -> None:
+    def update(
+        self, indices: Tensor, weights: Tensor, counts: Tensor | None = None, recall: Tensor | None = None
+    ) -> None:
         """indices (N, H, k) int32 or int64, weights (N, H, k): what N tokens read; counts (N,) bool: which of them to take."""
+        if recall is not None:
+            self.recalls = self.recalls[0] + float(recall), self.recalls[1] + 1
         if counts is not None:
             indices, weights = indices[counts], weights[counts]
         indices = indices.detach().cpu().long()
-        self.weights.index_add_(0, indices.flatten(), weights.detach().cpu().double().flatten())
+        self.weights.index_add_(0, indices.flatten(), weights.detach().cpu().double().abs().flatten())
         self.tokens += indices.shape[0]
         # A slot that m heads select is m equal neighbours in sorted order: m * (m - 1) / 2 equal pairs, none further than H - 1 apart.
         together = indices.flatten(1).sort(-1).values
@@ -57,8 +65,9 @@ class UsageMeter:
 
     def sum_over_ranks(self) -> None:
         """Take in what every rank's meter counted; to be called once, on all ranks, before `result`."""
-        counts = dist.all_reduce(torch.tensor([self.tokens, self.shared], dtype=torch.float64))
+        counts = dist.all_reduce(torch.tensor([self.tokens, self.shared, *self.recalls], dtype=torch.float64))
         self.tokens, self.shared = int(counts[0]), int(counts[1])
+        self.recalls = float(counts[2]), int(counts[3])
         self.weights = dist.all_reduce(self.weights)
 
     def result(self) -> Usage:
@@ -82,4 +91,5 @@ class UsageMeter:
             top90=top[1],
             top99=top[2],
             shared_by_two_heads=self.shared / (self.tokens * pairs) if pairs else 0.0,
+            recall=self.recalls[0] / self.recalls[1] if self.recalls[1] else None,
         )

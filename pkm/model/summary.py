@@ -89,6 +89,8 @@ def _memory_rows(config: Config) -> list[Row]:
 def _rows_of_a_memory(config: Config, m: MemoryConfig) -> list[Row]:
     layers = ", ".join(map(str, config.layers_of(m)))
     keys = f"{m.sub_keys}^2 = {m.size:,}" if m.sub_keys else f"{m.size:,}"
+    if m.expansion > 1:
+        keys += f" x {m.expansion}"
     return [
         ("memory at layers", layers, {"replace": "in place of", "beside": "beside", "after": "after"}[m.place]
          + " the feed-forward network"),
@@ -101,15 +103,21 @@ def _rows_of_a_memory(config: Config, m: MemoryConfig) -> list[Row]:
 
 def _of_keys(m: MemoryConfig) -> str:
     """What is not as in the paper."""
-    return (", keys shared by heads" if m.keys_shared_by_heads else "") + (
-        f", {m.keys_norm} norm of keys" if m.keys_norm != "none" else ""
-    )
+    said = {
+        f"rank {m.rank}, {m.cores} core{'s' * (m.cores > 1)}": m.keys == "tucker",
+        "a query for each rank": m.queries_by_rank,
+        "keys shared by heads": m.keys_shared_by_heads,
+        f"{m.keys_norm} norm of keys": m.keys_norm != "none",
+    }
+    return "".join(f", {word}" for word, holds in said.items() if holds)
 
 
 def _of_values(m: MemoryConfig) -> str:
     """The same."""
     said = {
+        f"values of {m.values_dim}": m.values_dim is not None,
         f"{m.read} ({m.activation})": m.read == "experts",
+        m.read: m.read == "experts-linear",
         "one table for all layers": m.share_values,
         f"{m.gate} gate": m.gate != "none",
     }

@@ -71,6 +71,7 @@ class Block(nn.Module):
         self.memory: MemoryLayer | None = None
         for name, m in memories.items():
             memory = MemoryLayer(m, dim, first.get(m))
+            memory.begin(m, dim, config.model.layers, config.ffn)
             setattr(self, name, memory)
             if m.share_values:
                 first.setdefault(m, memory)

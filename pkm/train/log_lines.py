@@ -72,6 +72,8 @@ def log(
         for layer, meter in taken.usage.memories.items():
             usage, share = meter.result(), model.memory(layer).output_share()
             record["memories"][str(layer)] = {"usage": usage.percent, "kl": usage.kl, "output_share": share}
+            if usage.recall is not None:
+                record["memories"][str(layer)]["recall"] = usage.recall
         for layer, meter in taken.usage.experts.items():
             usage = meter.result()
             record["experts"][str(layer)] = {"usage": usage.percent, "kl": usage.kl}
@@ -105,6 +107,7 @@ def log_line(step: int, steps: int, record: dict[str, Any], speed: dict[str, flo
     moved = " / ".join(f"{x:.1e}" for x in record["update_size"].values())
     memories = "".join(
         f" | layer {layer} usage {m['usage']:.1f} % KL {m['kl']:.2f} share {m['output_share']:.2f}"
+        + (f" recall {m['recall']:.2f}" if "recall" in m else "")
         for layer, m in record["memories"].items()
     ) + "".join(
         f" | experts {layer} usage {m['usage']:.0f} % KL {m['kl']:.2f}" for layer, m in record["experts"].items()

@@ -46,6 +46,16 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("memory.knn", ["memory.keys=flat", "memory.sub_keys=null", "memory.slots=20"]),
     ("memory.query.dim", ["memory.query.dim=7"]),
     ("memory.share_values", ["memory.layers=[3, 5]", "memory.share_values=true", "optim.values.update=in_backward"]),
+    ("memory.sub_keys", ["memory.keys=tucker", "memory.sub_keys=null"]),
+    ("memory.slots", ["memory.keys=tucker", "memory.slots=4096"]),
+    ("memory.expansion", ["memory.keys=tucker", "memory.expansion=5"]),
+    ("memory.expansion", ["memory.expansion=4"]),
+    ("memory.knn", ["memory.keys=tucker", "memory.expansion=4", "memory.knn=129"]),
+    ("memory.query.dim", ["memory.keys=tucker", "memory.query.dim=62", "memory.queries_by_rank=true"]),
+    ("memory.values_dim", ["memory.keys=tucker", "memory.cores=3"]),
+    ("memory.read", ["memory.keys=tucker", "memory.read=experts"]),
+    ("memory.input_dim", ["memory.input_dim=32"]),
+    ("memory.kernels", ["memory.keys=tucker", "memory.kernels=faiss"]),
 ]
 
 

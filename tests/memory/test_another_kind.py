@@ -50,7 +50,9 @@ def scaled_rows(config, dim):
 
 def scaled_rows_cost(m, d):
     plain = rows(m, d)
-    return Cost(parameters=d, row=plain.row, tables=1, flops=plain.flops + d, kept=d)
+    return Cost(
+        parameters=d, row=plain.row, widths=plain.widths, selections=1, exchanged=d, flops=plain.flops + d, kept=d
+    )
 
 
 @pytest.fixture(autouse=True)

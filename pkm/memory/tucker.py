@@ -1,0 +1,163 @@
+"""Keys whose grid of scores is a Tucker decomposition (UltraMem, 2024, section 3.2, "TDQKR"), and how such memories begin.
+
+Shapes: N tokens, H heads, C' sub-keys a side, r rank, P cores, q size of a side's query, m slots a head reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pkm.config.schema import MemoryConfig
+from pkm.errors import UserError
+from pkm.memory.kernels import reference
+from pkm.memory.query import Query
+
+MONTE_CARLO_TOKENS = 64
+RECALL_TOKENS = 16
+RECALL_SCORES = 1 << 24
+
+
+def tucker_keys(config: MemoryConfig) -> TuckerKeys:
+    return TuckerKeys(config)
+
+
+class TuckerKeys(nn.Module):
+    """Slot i * C' + j has the score S_row[i] C S_col[j], C the sum of P cores (r, r) and S[i, a] = query . key of (i, a).
+
+    Coarse: with u, t the first singular vectors of C, the m best sub-keys of each side by S_row u and S_col t; no gradient.
+    Fine: of the m * m pairs of these the m best by the score itself. That finds the m best of all C'^2 only where C has rank 1
+    and no score is negative; `recall` says how many it finds.
+
+    weights (N, H, m, P), or (N, H, m) of one core: each core's part of the score. There is no softmax, and they may be negative.
+    """
+
+    u: Tensor
+    t: Tensor
+
+    def __init__(self, config: MemoryConfig):
+        super().__init__()
+        self.heads, self.rank, self.side = config.heads, config.rank, config.sub_keys_searched
+        self.slots = self.side**2
+        sets = 1 if config.keys_shared_by_heads else config.heads
+        self.by_rank = config.queries_by_rank
+        size = config.query.dim // (2 * config.rank if self.by_rank else 2)
+        self.weight = nn.Parameter(torch.randn(sets, 2, self.rank, self.side, size) * size**-0.5)
+        features = sets * 2 * self.rank * size
+        self.gain = nn.Parameter(torch.full((features,), size**-0.5)) if config.keys_norm == "rms" else None
+        self.cores = nn.Parameter(torch.rand(config.heads, config.cores, self.rank, self.rank))
+        # Positive matrices have positive first singular vectors: from these on they keep their sign.
+        for name in ("u", "t"):
+            self.register_buffer(name, torch.ones(config.heads, self.rank))
+        self.u, self.t = self.directions()
+
+    def scores(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """query (N, H, q') -> S_row, S_col (N, H, C', r), at least fp32."""
+        with torch.autocast(query.device.type, enabled=False):
+            weight: Tensor = self.weight
+            if self.gain is not None:
+                sets, _, rank, _, size = weight.shape
+                weight = F.rms_norm(weight, weight.shape[-1:], eps=1e-6) * self.gain.view(sets, 2, rank, 1, size)
+            weight = weight.expand(self.heads, *weight.shape[1:])
+            sides = query.to(reference.at_least_fp32(query.dtype)).unflatten(-1, (2, -1))
+            if self.by_rank:
+                scores = torch.einsum(
+                    "nhsaq,hsacq->nhsca", sides.unflatten(-1, (self.rank, -1)), weight.to(sides.dtype)
+                )
+            else:
+                scores = torch.einsum("nhsq,hsacq->nhsca", sides, weight.to(sides.dtype))
+        return scores[:, :, 0], scores[:, :, 1]
+
+    @torch.no_grad()
+    def directions(self) -> tuple[Tensor, Tensor]:
+        """First singular vectors u, t (H, r) of the cores' sum, signed so that u is near the last step's."""
+        left, _, right = torch.linalg.svd(self.cores.sum(1).to(reference.at_least_fp32(self.cores.dtype)))
+        u, t = left[..., 0], right[:, 0]
+        flip = torch.where((u * self.u).sum(-1, keepdim=True) < 0, -1.0, 1.0)
+        return u * flip, t * flip
+
+    def choose(self, rows: Tensor, columns: Tensor, m: int) -> tuple[Tensor, Tensor]:
+        """S_row, S_col (N, H, C', r) -> slots (N, H, m) int64, best first, and each core's part of their scores (N, H, m, P)."""
+        with torch.no_grad():
+            best = [
+                reference.top(torch.einsum("nhcr,hr->nhc", s, v.to(s.dtype)), m)
+                for s, v in ((rows, self.u), (columns, self.t))
+            ]
+            near = [_taken(s, places) for s, places in zip((rows, columns), best, strict=True)]
+            grid = torch.einsum("nhia,hab,nhjb->nhij", near[0], self.cores.sum(1).to(rows.dtype), near[1]).flatten(-2)
+            pairs = reference.top(grid, m)
+            i = best[0].gather(-1, pairs // m)
+            j = best[1].gather(-1, pairs % m)
+        parts = torch.einsum("nhma,hpab,nhmb->nhmp", _taken(rows, i), self.cores.to(rows.dtype), _taken(columns, j))
+        return i * self.side + j, parts
+
+    def search(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """query (N, H, q') -> slots (N, H, k) int64 and their scores (N, H, k), best first."""
+        if k > self.side:
+            raise UserError(
+                f"k = {k} is more than the {self.side} sub-keys of a side", "memory.knn", "choose a lower knn"
+            )
+        if self.training:
+            self.u, self.t = self.directions()
+        slots, parts = self.choose(*self.scores(query), k)
+        return slots, parts.sum(-1)
+
+    def select(self, query: Query, k: int) -> tuple[Tensor, Tensor]:
+        """Slots (N, H, k), and each core's part of their scores (N, H, k, P), or (N, H, k) of one core."""
+        if self.training:
+            self.u, self.t = self.directions()
+        slots, parts = self.choose(*self.scores(query.whole()), k)
+        return slots, parts.squeeze(-1) if parts.shape[-1] == 1 else parts
+
+    @torch.no_grad()
+    def recall(self, query: Query, slots: Tensor) -> Tensor:
+        """Of the k best of all C'^2 slots, the share that was selected, slots (N, H, k): mean over the first few tokens, ()."""
+        few = max(1, min(RECALL_TOKENS, RECALL_SCORES // (self.heads * self.slots)))
+        rows, columns = self.scores(query.whole()[:few])
+        grid = torch.einsum("nhia,hab,nhjb->nhij", rows, self.cores.sum(1).to(rows.dtype), columns).flatten(-2)
+        best = grid.topk(slots.shape[-1]).indices
+        return (best.unsqueeze(-1) == slots[:few].unsqueeze(-2)).any(-1).float().mean()
+
+    @torch.no_grad()
+    def expected(self, m: int, apart: bool) -> tuple[float, float]:
+        """Mean and standard deviation of the m chosen scores, or of each core's part, where all S are N(0, 1), by Monte Carlo."""
+        rng = torch.Generator().manual_seed(0)
+        shape = (MONTE_CARLO_TOKENS, self.heads, self.side, self.rank)
+        rows, columns = (torch.randn(shape, generator=rng).to(self.cores.device) for _ in range(2))
+        parts = self.choose(rows, columns, m)[1]
+        scores = parts if apart else parts.sum(-1)
+        return float(scores.mean()), float(scores.std())
+
+    @torch.no_grad()
+    def begin(
+        self, gains: Tensor | None, tables: Sequence[Tensor], config: MemoryConfig, dim: int, layers: int, ffn: int
+    ) -> None:
+        """Scale the queries' gains so that the mean of what values are weighed with is 1, and draw the tables accordingly."""
+        mean, deviation = self.expected(config.knn, apart=config.read == "rows")
+        if gains is not None:
+            gains.fill_(mean**-0.5)  # both sides' scores have it
+        std = config.values_std or values_std(config, dim, layers, ffn, deviation / mean)
+        for table in tables:
+            table.normal_(std=std)
+
+
+def _taken(scores: Tensor, places: Tensor) -> Tensor:
+    """scores (N, H, C', r) at places (N, H, m) -> (N, H, m, r)."""
+    return scores.gather(-2, places.unsqueeze(-1).expand(*places.shape, scores.shape[-1]))
+
+
+def values_std(config: MemoryConfig, dim: int, layers: int, ffn: int, deviation: float) -> float:
+    """With which the tables begin so that the output's variance is that of a feed-forward network.
+
+    rows            N(0, E / (2 m H L))                                          (UltraMem, section 3.5)
+    experts-linear  s^4 = 0.2 k d / (m H (1 + deviation^2) Dp Dv L), k = ffn / d (UltraMemV2, eq. 22 and 25)
+    deviation       of the chosen scores (of rows: each core's part of them), whose mean is 1
+    """
+    reads = config.knn * config.heads
+    if config.read != "experts-linear":
+        return (config.expansion / (2 * reads * layers)) ** 0.5
+    widths = config.input_width(dim) * config.value_width(dim)
+    return (0.2 * ffn / (reads * (1 + deviation**2) * widths * layers)) ** 0.25
