@@ -37,14 +37,17 @@ setup(
         "eval": ["lm-eval"],
         "faiss": ["faiss-cpu"],
         "hf": ["transformers"],  # to load what scripts/export.py --format hf writes; to write it takes nothing
+        "mlflow": ["mlflow-skinny"],
         "report": ["jinja2", "matplotlib"],
         "tokenizers": ["tokenizers"],
+        "wandb": ["wandb"],
         "test": [
             "faiss-cpu",
             "hypothesis",
             "jinja2",
             "lm-eval",
             "matplotlib",
+            "mlflow-skinny",
             "mypy",
             "pytest",
             "pytest-xdist",
@@ -56,6 +59,7 @@ setup(
             # CPU builds of torch bring none; the kernels' tests run in its interpreter.
             "triton; platform_system == 'Linux'",
             "types-PyYAML",
+            "wandb",
         ],
     },
 )

@@ -199,7 +199,7 @@ class _Reading:
 
         Where a section or a list of sections may stand, and a list does, `memory.knn=8` changes every one of them.
         """
-        if not isinstance(new.value, dict):
+        if not isinstance(new.value, dict) or not new.value:
             return new
         allowed = allowed or self.allowed
         (name, child), *more = new.value.items()

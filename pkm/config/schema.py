@@ -392,6 +392,28 @@ class EvaluateConfig(Part):
     """Windows of one forward pass."""
 
 
+class WandbConfig(Part):
+    """Records sent to Weights & Biases too, where it is installed."""
+
+    project: str = "pkm"
+    """Where the run is filed."""
+    entity: str | None = None
+    """User or team; null = who is logged in."""
+    group: str | None = None
+    """What the run is grouped with, as the seeds of a model."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: write it into the run's directory, for `wandb sync`."""
+
+
+class MlflowConfig(Part):
+    """Records sent to MLflow too, where it is installed."""
+
+    uri: str | None = None
+    """Server or folder; null = MLFLOW_TRACKING_URI, else the folder `mlruns` below `runs`."""
+    experiment: str = "pkm"
+    """Where the run is filed."""
+
+
 class LogConfig(Part):
     """What is written while a run goes on."""
 
@@ -399,6 +421,10 @@ class LogConfig(Part):
     """Steps between log lines."""
     tensorboard: bool = True
     """Write event files beside metrics.jsonl."""
+    wandb: WandbConfig | None = None
+    """Send the records to Weights & Biases; null = no, {} = as its defaults say."""
+    mlflow: MlflowConfig | None = None
+    """Send the records to MLflow; null = no, {} = as its defaults say."""
 
 
 class Config(Part):

@@ -12,13 +12,14 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from pkm import files
 from pkm.distributed import dist
 from pkm.errors import UserError
+from pkm.run.services import Forwarder, numbers
 
 Kind = Literal["train", "valid", "test", "event"]
 FILE = "metrics.jsonl"
@@ -29,9 +30,16 @@ class Metrics:
 
     tensorboard    also write event files below `directory`/tensorboard; UserError if it is not installed
     may_write      asked before each record; where it says no, the directory is another process's and nothing is written
+    forwarders     of services that get the records too
     """
 
-    def __init__(self, directory: Path, tensorboard: bool, may_write: Callable[[], bool] = lambda: True):
+    def __init__(
+        self,
+        directory: Path,
+        tensorboard: bool,
+        may_write: Callable[[], bool] = lambda: True,
+        forwarders: Sequence[Forwarder] = (),
+    ):
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             fix = "pip install tensorboard, or set it to false"
             raise UserError("tensorboard is not installed", "log.tensorboard", fix)
@@ -40,12 +48,14 @@ class Metrics:
         self._may_write = may_write
         self._file: IO[bytes] | None = None
         self._curves = Curves(directory / "tensorboard") if tensorboard else None
+        self._forwarders, self._forwarding = forwarders, False
 
     def write(self, step: int, kind: Kind, **values: Any) -> None:
         """Append a record and hand it to the system at once; only rank 0 does. UserError if the disk is full."""
         self.last_step = step
         if not dist.is_main() or not self._may_write():
             return
+        self._begin_forwarding()
         record = files.finite({"kind": kind, "step": step, "time": time.time(), **values})
         with files.explained(self.path):
             if self._file is None:
@@ -54,6 +64,8 @@ class Metrics:
             self._file.flush()
             if self._curves is not None:
                 self._curves.add(record)
+        for forwarder in self._forwarders:
+            forwarder.add(record)
 
     def sync(self) -> None:
         """Make what was written durable, so that a checkpoint never knows of a step whose records are lost."""
@@ -69,6 +81,7 @@ class Metrics:
         """
         if not dist.is_main():
             return
+        self._begin_forwarding()
         self.close()
         with files.explained(self.path):
             kept = [r for r in read(self.path) if r["step"] < step + (r["kind"] != "test")]
@@ -84,6 +97,20 @@ class Metrics:
             if file is not None:
                 file.close()
         self._file = None
+
+    def finish(self, failed: bool) -> None:
+        """Close the files, and end the run with the services that know of it."""
+        self.close()
+        for forwarder in self._forwarders if self._forwarding else ():
+            forwarder.finish(failed)
+
+    def _begin_forwarding(self) -> None:
+        """With what there is before the first record of this process is written, or the first is cut."""
+        if self._forwarders and not self._forwarding:
+            self._forwarding = True
+            before = list(read(self.path))
+            for forwarder in self._forwarders:
+                forwarder.begin(before)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -154,28 +181,16 @@ class Curves:
             events = []
         for record in records:
             tag = str(record["kind"])
-            numbers = [Summary.Value(tag=tag, simple_value=x) for tag, x in _numbers(tag, record)]
+            values = [Summary.Value(tag=path, simple_value=x) for path, x in numbers(tag, record)]
             if sample := record.get("sample"):
                 text = f"{sample['prompt']} **{sample['text']}**".encode()
                 value = TensorProto(dtype=DT_STRING, string_val=[text], tensor_shape=TensorShapeProto())
-                numbers.append(
+                values.append(
                     Summary.Value(tag=f"{tag}/sample", metadata=create_summary_metadata("", ""), tensor=value)
                 )
-            if numbers:
-                events.append(Event(wall_time=record["time"], step=record["step"], summary=Summary(value=numbers)))
+            if values:
+                events.append(Event(wall_time=record["time"], step=record["step"], summary=Summary(value=values)))
         writer = RecordWriter(self._file)
         for event in events:
             writer.write(event.SerializeToString())
         self._file.flush()
-
-
-def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if key not in ("kind", "step", "time"):
-                yield from _numbers(f"{tag}/{key}", inner)
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from _numbers(f"{tag}/{i}", inner)
-    elif isinstance(value, int | float):
-        yield tag, float(value)

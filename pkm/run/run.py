@@ -29,6 +29,7 @@ from pkm.errors import EXIT_USER_ERROR, ReportedByOtherRank, UserError
 from pkm.run.changes import refuse_changes
 from pkm.run.lock import Lock
 from pkm.run.metrics import Metrics
+from pkm.run.services import Forwarder, build_services
 from pkm.run.status import STOP_FILE, State, newest_checkpoint, read_report, read_status, write_status
 from pkm.run.stop import Stopped
 
@@ -40,7 +41,8 @@ class Run:
         self.config = config
         self.directory = config.directory
         self.console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
-        self.metrics = Metrics(self.directory, config.log.tensorboard, self.is_ours)
+        forwarders = [Forwarder(service, self.directory, config, self.say) for service in build_services(config)]
+        self.metrics = Metrics(self.directory, config.log.tensorboard, self.is_ours, forwarders)
         save = config.checkpoint
         where, ours = self.directory / "checkpoints", self.refuse_if_taken_over
         self.checkpoints = Checkpoints(where, save.keep, self._warn, self.metrics.sync, save.in_background, ours)
@@ -111,7 +113,7 @@ class Run:
             with suppress(UserError, RuntimeError):
                 self.checkpoints.wait()
         with suppress(OSError):
-            self.metrics.close()
+            self.metrics.finish(failed=error is not None)
         self._lock.release()
         self._peers.leave(goodbye=error is None)
         if lost:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pkm.config import recipe
-from pkm.config.schema import Config, MemoryConfig, load
+from pkm.config.schema import Config, MemoryConfig, MlflowConfig, WandbConfig, load
 from pkm.config.schema_node import SchemaNode
 from pkm.errors import UserErrors
 from pkm.experiments import grid
@@ -269,3 +269,9 @@ def test_what_other_programs_call_a_choice_is_known(tmp_path: Path, setting: str
     with pytest.raises(UserErrors) as caught:
         load(tmp_path / "c.yaml", [setting])
     assert caught.value.errors[0].fix == f"did you mean {meant}?"
+
+
+def test_an_empty_section_as_an_argument_is_the_section_with_its_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(MINIMAL)
+    log = load(tmp_path / "c.yaml", ("log.wandb={}", "log.mlflow={}")).config.log
+    assert log.wandb == WandbConfig() and log.mlflow == MlflowConfig()
