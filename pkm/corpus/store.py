@@ -37,7 +37,7 @@ FORMAT, OTHER_FORMAT = 1, 2
 SPLITS = ("train", "valid", "test")
 START, COUNT = np.dtype("<u8"), np.dtype("<u4")
 TOKENIZER = "tokenizer.json"
-MOSES, WHITE_SPACE = "Moses tokens", "between white space"
+MOSES, WHITE_SPACE, UNKNOWN_WORDS = "Moses tokens", "between white space", "not known"
 """What is counted as a word."""
 FLUSH_TOKENS = 1 << 21
 COUNTED_TOKENS = 1 << 22
@@ -176,10 +176,10 @@ class Split:
         return found
 
     def words_before(self, document: int) -> int:
-        """Words of the documents before one, where shards count the words of each (Shard.words_sha256)."""
+        """Words of the documents before one, where shards count the words of each (Shard.words_sha256); 0 where they do not."""
         total = 0
         for shard, first in zip(self._shards, self._first_document.tolist(), strict=False):
-            if first >= document:
+            if first >= document or shard.words_sha256 is None:
                 break
             total += int(self._map(f"{shard.file}.words", COUNT)[: document - first].sum(dtype=np.int64))
         return total
@@ -218,11 +218,16 @@ class Corpus:
     @property
     def words_are(self) -> str:
         """What is counted as a word."""
-        return WHITE_SPACE if isinstance(self.vocab, OtherVocab) else MOSES
+        if isinstance(self.vocab, OtherVocab):
+            return WHITE_SPACE if self.manifest["tokenizer"]["library"] else UNKNOWN_WORDS
+        return MOSES
 
     def encoder(self) -> Encoder | LibraryEncoder:
-        """The encoder that made the ids; it also decodes them."""
+        """The encoder that made the ids; it also decodes them. UserError for text that came as ids without a tokenizer."""
         if isinstance(self.vocab, OtherVocab):
+            if not self.manifest["tokenizer"]["library"]:
+                what = "it was prepared from ids, and with what tokenizer they were made is not known"
+                raise UserError(what, str(self.path), "prepare it again with subwords.tokenizer")
             from pkm.text.library import LibraryEncoder
 
             return LibraryEncoder.load(self.path / TOKENIZER, self.manifest["tokenizer"]["end"])
@@ -301,7 +306,7 @@ def _subword_files(manifest: dict[str, Any]) -> dict[str, str]:
     """SHA-256 by name of the files that subwords are made with."""
     if manifest["format"] == FORMAT:
         return {name: manifest[name]["sha256"] for name in ("codes", "vocab")}
-    return {TOKENIZER: manifest["tokenizer"]["sha256"]}
+    return {TOKENIZER: manifest["tokenizer"]["sha256"]} if manifest["tokenizer"]["library"] else {}
 
 
 def _damaged(what: str, file: Path) -> UserError:
@@ -330,7 +335,7 @@ def _check_shard(path: Path, shard: Shard, dtype: np.dtype, vocab_size: int) -> 
     if shard.tokens and shard.max_id >= vocab_size:
         raise UserError(
             f"the vocabulary has {vocab_size} entries, but the corpus holds id {shard.max_id}",
-            str(path / ("tokenizer.json" if (path / TOKENIZER).exists() else "vocab")),
+            str(path / (TOKENIZER if (path / TOKENIZER).exists() else "vocab")),
             "restore the vocabulary that the corpus was prepared with, or prepare the corpus again",
         )
 
@@ -439,7 +444,9 @@ def write_manifest(
         manifest["vocab"] = {"sha256": sha256(path / "vocab"), "specials": list(vocab.specials)}
     else:
         ids = {"end_id": vocab.end_id, "unknown_id": vocab.unknown_id}
-        manifest["tokenizer"] = {**tokenizer, **ids, "sha256": sha256(path / TOKENIZER)}
+        manifest["tokenizer"] = {**tokenizer, **ids}
+        if tokenizer["library"]:
+            manifest["tokenizer"]["sha256"] = sha256(path / TOKENIZER)
     manifest["splits"] = {}
     for name in SPLITS:
         counts = {key: sum(getattr(s, key) for s in shards[name]) for key in ("documents", "words", "tokens", "bytes")}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pkm.config.schema import Config
 from pkm.corpus.batches import IGNORE, evaluation_batches, evaluation_windows
-from pkm.corpus.store import MOSES, Corpus, OtherVocab, Split
+from pkm.corpus.store import MOSES, UNKNOWN_WORDS, Corpus, OtherVocab, Split
 from pkm.corpus.unknown import WARNS, percent
 from pkm.device import Compute
 from pkm.distributed import dist
@@ -41,10 +41,10 @@ class Evaluation:
     loss: float
     perplexity: float | None
     """exp(loss); None beyond 1e300."""
-    word_loss: float
-    """Per word."""
+    word_loss: float | None
+    """Per word; None where words are not known."""
     word_perplexity: float | None
-    """exp(word_loss); None beyond 1e300."""
+    """exp(word_loss); None beyond 1e300, or where words are not known."""
     bits_per_byte: float | None
     memories: dict[MemoryName, Usage]
     unknown_share: float = 0.0
@@ -111,11 +111,12 @@ def evaluate(
         words = split.words  # Moses's own count: an unknown character within a word ends no word
     elif other:
         words = split.words_before(documents or 0)
+    word_loss = None if corpus.words_are == UNKNOWN_WORDS else nll / max(words, 1)
     withheld = None
     if not whole:
         withheld = f"{documents} of {split.documents} documents are scored"
     elif not split.bytes:
-        withheld = "the split holds no bytes"
+        withheld = "the text came as ids" if word_loss is None else "the split holds no bytes"
     elif unknown >= WARNS * tokens:
         withheld = f"{percent(unknown / tokens)} of the scored tokens are <unk>, which stand for bytes nobody predicted"
     return Evaluation(
@@ -124,8 +125,8 @@ def evaluate(
         words=words,
         loss=nll / tokens,
         perplexity=_exp(nll / tokens),
-        word_loss=nll / max(words, 1),
-        word_perplexity=_exp(nll / max(words, 1)),
+        word_loss=word_loss,
+        word_perplexity=None if word_loss is None else _exp(word_loss),
         bits_per_byte=nll / math.log(2) / split.bytes if withheld is None else None,
         memories={layer: meter.result() for layer, meter in usage.memories.items()},
         unknown_share=unknown / tokens,

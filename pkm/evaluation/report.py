@@ -93,7 +93,7 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
         ("parameters", f"{parameters['dense']:,} dense, {parameters['values']:,} values"),
         ("scored", f"{e.tokens:,} BPE tokens, {e.words:,} words{of}, {e.documents:,} documents ({e.split})"),
         ("perplexity per BPE token", perplexity(e.perplexity, e.loss)),
-        (f"perplexity per word{of}", perplexity(e.word_perplexity, e.word_loss)),
+        (f"perplexity per word{of}", "-" if e.word_loss is None else perplexity(e.word_perplexity, e.word_loss)),
         *([("perplexity on training text", perplexity(fit["perplexity"], fit["loss"]))] if fit else []),
         ("bits per byte", f"- ({e.bits_per_byte_withheld})" if e.bits_per_byte is None else f"{e.bits_per_byte:.4f}"),
         ("<unk> among scored tokens", percent(e.unknown_share) + (" (warning)" if e.unknown_share >= WARNS else "")),

@@ -60,6 +60,7 @@ def export(trained: Trained, directory: Path) -> None:
 
 
 def _write_encoder(corpus: Corpus, directory: Path) -> None:
+    corpus.encoder()  # or why there is none
     ours = isinstance(corpus.vocab, Vocab)
     for name in ("codes", "vocab") if ours else (TOKENIZER,):
         shutil.copy(corpus.path / name, directory / name)

@@ -161,6 +161,8 @@ def show_outcome(outcome: Outcome, seconds: float, console: Console) -> None:
 
 def _tokenizer(corpus: Corpus) -> str:
     tokenizer = corpus.manifest["tokenizer"]
+    if isinstance(corpus.vocab, OtherVocab) and not tokenizer["library"]:
+        return f"text that came as ids, {corpus.vocab.end_id} after each document"
     if isinstance(corpus.vocab, OtherVocab):
         return f"words {corpus.words_are}, ids by tokenizer.json, {tokenizer['end']} ({corpus.vocab.end_id}) after each document"
     return f"Moses tokens, {'escaped, ' if tokenizer['escape'] else ''}{tokenizer['normalize'] or 'not normalized'}"

@@ -215,7 +215,7 @@ def _groups(train_bytes: list[int]) -> list[tuple[int, int, int]]:
 
 def _learn(config: PrepareConfig, work: Path, show: Show, say: Callable[[str], None], outcome: Outcome) -> None:
     """What makes subwords: learned from the sample, or taken as it is."""
-    if (work / "learn" / files(config)[-1]).exists():
+    if all((work / "learn" / name).exists() for name in files(config)):
         return
     paths: list[Path] = []
     if config.counts_words:
@@ -260,7 +260,9 @@ def _assemble(
     vocab: Vocab | OtherVocab
     if isinstance(encoder, LibraryEncoder):
         vocab = OtherVocab(encoder.size, encoder.end_id, encoder.unknown_id)
-        tokenizer = {"library": "tokenizers", "end": encoder.end}
+        tokenizer: dict[str, Any] = {"library": "tokenizers", "end": encoder.end}
+    elif isinstance(encoder, OtherVocab):
+        vocab, tokenizer = encoder, {"library": None, "end": None}
     else:
         vocab, tokenizer = encoder.vocab, config.tokenizer.model_dump()
     write_manifest(

@@ -17,17 +17,22 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Megabytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+IDS = ("parquet-ids", "nanogpt", "llm.c", "megatron")
+"""Formats of text that is tokenised already."""
+
+
 class Source(Part):
     """Files of one kind."""
 
     path: str | tuple[str, ...]
     """A file, a folder (read recursively), a glob, or a list of these; local, or a URL that fsspec knows (s3://, hf://, ...)."""
-    format: Literal["auto", "text", "jsonl", "parquet", "warc"] = "auto"
-    """auto = by the name's ending: .txt, .jsonl, .parquet, .warc or .wet, each also compressed (.gz, .zst, .xz)."""
+    format: Literal["auto", "text", "jsonl", "parquet", "warc", "parquet-ids", "nanogpt", "llm.c", "megatron"] = "auto"
+    """auto = by the name's ending: .txt, .jsonl, .parquet, .warc or .wet, each also compressed (.gz, .zst, .xz). The last four
+    are text that is tokenised already: lists of ids in a column of Parquet, or files .bin (Megatron's with .idx beside)."""
     documents: Literal["file", "line", "blank"] = "file"
     """Plain text: one document a file, one a line, or separated by blank lines."""
     column: str = "text"
-    """JSONL and Parquet: where the article's text is."""
+    """JSONL and Parquet: where the article's text is, or its ids."""
 
 
 class HeldOut(Part):
@@ -66,7 +71,8 @@ class Subwords(Part):
     codes: Positive = 60000
     """BPE merges to learn."""
     vocab_size: Positive | None = None
-    """With `learn: byte-level`: tokens of the vocabulary, `end`, `specials` and the 256 bytes included."""
+    """With `learn: byte-level`: tokens of the vocabulary, `end`, `specials` and the 256 bytes included. With sources of ids and
+    no `tokenizer`: how many there are, from 0 on."""
     sample_megabytes: Megabytes = 1024
     """Text to learn them from, drawn from the training articles by their hashes."""
     min_count: Positive = 1
@@ -83,6 +89,9 @@ class Subwords(Part):
     end: str | None = None
     """With `tokenizer`: its token to put after every document; null = <|endoftext|>, </s> or another usual one that it has.
     With `learn: byte-level`: its name; null = <|endoftext|>."""
+
+    end_id: Natural | None = None
+    """With sources of ids and no `tokenizer`: the id that ends a document (GPT-2's: 50256)."""
 
 
 class Tokenizer(Part):
@@ -130,7 +139,12 @@ class PrepareConfig(Part):
     @property
     def is_moses(self) -> bool:
         """Whether ids are those of Moses tokens and codes."""
-        return self.subwords.tokenizer is None and self.subwords.learn == "moses"
+        return self.subwords.tokenizer is None and self.subwords.learn == "moses" and not self.ids_given
+
+    @property
+    def ids_given(self) -> bool:
+        """Whether the text is tokenised already: sources of ids are alone, or refused."""
+        return any(source.format in IDS for source in self.sources)
 
     @property
     def counts_words(self) -> bool:
@@ -154,13 +168,18 @@ def _contradictions_of_subwords(config: PrepareConfig) -> list[tuple[str, str, s
     if subwords.tokenizer is not None and subwords.codes_file is not None:
         fix = "give a tokenizer, or codes and vocabulary"
         found.append(("subwords.tokenizer", "codes_file says how to split words, too", fix))
-    if config.is_moses and subwords.end is not None:
-        fix = "leave it out: every line ends in </s>"
+    if subwords.end is not None and subwords.tokenizer is None and not learned:
+        fix = "leave it out"
         found.append(("subwords.end", "it goes with subwords.tokenizer or `learn: byte-level`", fix))
     if not config.is_moses and config.tokenizer != Tokenizer():
         what = "these are settings of Moses' tokens, which subwords.tokenizer and `learn: byte-level` do without"
         found.append(("tokenizer", what, "leave the section out"))
-    if learned != (subwords.vocab_size is not None):
+    if config.ids_given:
+        found += _contradictions_of_ids(config)
+    elif subwords.end_id is not None:
+        fix = "leave it out; `end` names a token of a tokenizer"
+        found.append(("subwords.end_id", "it goes with sources of ids (format: nanogpt, ...)", fix))
+    if not config.ids_given and learned != (subwords.vocab_size is not None):
         what = "how many tokens to learn is not said" if learned else "it goes with `learn: byte-level`"
         fix = "give a number, such as 32000" if learned else "leave it out; `codes` is the number of merges"
         found.append(("subwords.vocab_size", what, fix))
@@ -178,7 +197,35 @@ def _contradictions_of_subwords(config: PrepareConfig) -> list[tuple[str, str, s
     return found
 
 
-LATER = {"subwords": ("learn", "vocab_size", "tokenizer", "end")}
+def _contradictions_of_ids(config: PrepareConfig) -> list[tuple[str, str, str]]:
+    """As `impossible`, of text that is tokenised already."""
+    subwords, filters, found = config.subwords, config.filters, []
+    for number, source in enumerate(config.sources):
+        if source.format not in IDS:
+            what = f"it is text ({source.format}), and other sources are ids"
+            found.append((f"sources[{number}].format", what, "prepare text and ids apart"))
+    for name in ("learn", "codes_file"):
+        if getattr(subwords, name) not in ("moses", None):
+            found.append((f"subwords.{name}", "ids come from a tokenizer that is there already", "leave it out"))
+    for name in ("vocab_size", "end_id"):
+        if subwords.tokenizer is None and getattr(subwords, name) is None:
+            fix = "give it (GPT-2's ids: vocab_size 50257, end_id 50256), or `tokenizer`, which says it"
+            found.append((f"subwords.{name}", "what the sources' ids mean is not said", fix))
+        elif subwords.tokenizer is not None and getattr(subwords, name) is not None:
+            found.append((f"subwords.{name}", "subwords.tokenizer says it", "leave it out"))
+    if subwords.vocab_size is not None and subwords.end_id is not None and subwords.end_id >= subwords.vocab_size:
+        what = f"{subwords.end_id} is none of the ids 0 to {subwords.vocab_size - 1}"
+        found.append(("subwords.end_id", what, "choose one of them, or a larger vocab_size"))
+    if subwords.tokenizer is None:
+        plain = {"language": None, "max_words": None, "min_words": 1}
+        for name, value in plain.items():
+            if getattr(filters, name) != value:
+                fix = f"set it to {'null' if value is None else value}, or give `subwords.tokenizer`, by which ids are read"
+                found.append((f"filters.{name}", "nothing is known of ids but their numbers", fix))
+    return found
+
+
+LATER = {"subwords": ("learn", "vocab_size", "tokenizer", "end", "end_id")}
 """Settings of later versions: where they say nothing, a preparation is the one that it was before there were any."""
 
 

@@ -22,6 +22,10 @@ def content_hash(data: bytes) -> tuple[int, int]:
     return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
 
 
+SPOOLED_ID = np.dtype("<u4")
+"""Where the text is tokenised already, its ids are kept instead of UTF-8."""
+
+
 class SpoolWriter:
     """Writes `<stem>.docs` and `<stem>.npy`; both get their names in `close`."""
 
@@ -60,12 +64,12 @@ def spooled_index(stem: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r" if path.stat().st_size > 256 else None)
 
 
-def spooled(stem: Path, wanted: np.ndarray) -> Iterator[tuple[int, str]]:
-    """(number, text) of the articles of a unit where `wanted` (articles,) bool is true, in order."""
+def spooled(stem: Path, wanted: np.ndarray) -> Iterator[tuple[int, bytes]]:
+    """(number, UTF-8, or ids of SPOOLED_ID) of the articles of a unit where `wanted` (articles,) bool is true, in order."""
     sizes = spooled_index(stem)["bytes"].tolist()
     with explained(stem), open(stem.with_suffix(".docs"), "rb") as file:
         stream = zstandard.ZstdDecompressor().stream_reader(file)
         for number, (size, want) in enumerate(zip(sizes, wanted.tolist(), strict=True)):
             data = stream.read(size)
             if want:
-                yield number, data.decode("utf-8")
+                yield number, data

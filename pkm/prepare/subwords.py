@@ -13,12 +13,16 @@ from typing import Any
 
 import zstandard
 
+from pkm.corpus.store import OtherVocab
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, sha256
 from pkm.machine import cpu_seconds, peak_kilobytes
 from pkm.prepare.settings import END, PrepareConfig
 from pkm.text.encode import Encoder
 from pkm.text.library import LibraryEncoder, learn_byte_level, require_library
+
+AnyEncoder = Encoder | LibraryEncoder | OtherVocab
+"""What knows the ids of a corpus: of text that came as ids without a tokenizer, their numbers alone."""
 
 CODES, VOCAB, TOKENIZER = "codes", "vocab", "tokenizer.json"
 
@@ -106,7 +110,17 @@ def _learn_codes(config: PrepareConfig, counts: Sequence[Path], into: Path, say:
 
 def files(config: PrepareConfig) -> tuple[str, ...]:
     """What `learn` writes, the last one last."""
-    return (CODES, VOCAB) if config.is_moses else (TOKENIZER,)
+    if config.is_moses:
+        return CODES, VOCAB
+    return () if config.ids_given and config.subwords.tokenizer is None else (TOKENIZER,)
+
+
+def given_ids(config: PrepareConfig) -> LibraryEncoder | OtherVocab:
+    """What the ids of sources mean: by the tokenizer that the settings name, or by their numbers alone."""
+    if config.subwords.tokenizer is not None:
+        return LibraryEncoder.load(config.subwords.tokenizer, config.subwords.end)
+    assert config.subwords.vocab_size is not None and config.subwords.end_id is not None
+    return OtherVocab(config.subwords.vocab_size, config.subwords.end_id, None)
 
 
 @lru_cache(maxsize=1)
@@ -122,8 +136,10 @@ def _encoder(learned: Path, content: str, config: str) -> Encoder | LibraryEncod
     return Encoder(codes, vocab, **settings["tokenizer"])
 
 
-def encoder_of(config: PrepareConfig, learned: Path) -> Encoder | LibraryEncoder:
+def encoder_of(config: PrepareConfig, learned: Path) -> AnyEncoder:
     """The encoder of what `learn` wrote; a worker keeps it, and its caches, from one task to the next."""
+    if not files(config):
+        return given_ids(config)
     content = "".join(sha256(learned / name) for name in files(config))
     settings = {
         "end": config.subwords.end,

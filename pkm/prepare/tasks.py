@@ -36,21 +36,22 @@ from pkm.format import printable
 from pkm.prepare.assign import Assignment
 from pkm.prepare.filters import Filter
 from pkm.prepare.input import extract
+from pkm.prepare.input.ids import read_ids
 from pkm.prepare.input.readers import read_piece
 from pkm.prepare.input.records import Damaged, Found, Skipped, too_large
 from pkm.prepare.input.sources import Input, Piece
 from pkm.prepare.input.streams import line_runs, open_text
 from pkm.prepare.settings import PrepareConfig, Tokenizer
-from pkm.prepare.spool import SpoolWriter, spooled, spooled_index
+from pkm.prepare.spool import SPOOLED_ID, SpoolWriter, spooled, spooled_index
 from pkm.prepare.stage import Tick
-from pkm.prepare.subwords import encoder_of
+from pkm.prepare.subwords import AnyEncoder, encoder_of, given_ids
 from pkm.text.encode import Encoder
 from pkm.text.library import LibraryEncoder
 
 UP_TO_BLANK_LINE = re.compile(rb".*\n[ \t\r\v\f]*\n", re.DOTALL)
 """The last of several."""
 
-BATCH_CHARACTERS = 1 << 19
+BATCH_BYTES = 1 << 19
 """Of texts that the library gets at a time: what it makes of them takes some 40 times as many bytes."""
 
 NAMED = 20
@@ -171,10 +172,14 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     with open(work / "units.jsonl", encoding="utf-8") as lines_of_units:
         pieces = _unit(next(islice(lines_of_units, rank, None)))
     limit = int(config.limits.document_megabytes * 2**20)
-    judge = Filter(config.filters)
     tally = Tally()
     spool = SpoolWriter(work / "read" / f"{rank:05d}")
     total, done = max(1, sum(piece.text_bytes for piece in pieces)), 0
+    if config.ids_given:
+        _read_ids(config, pieces, tally, spool, tick)
+        spool.close()
+        return {**vars(tally), "documents": spool.documents, "bytes": spool.bytes}
+    judge = Filter(config.filters)
     for piece in pieces:
         seen = 0
         for found in _found(piece, limit):
@@ -196,6 +201,28 @@ def read(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     spool.close()
     extract.close()
     return {**vars(tally), "documents": spool.documents, "bytes": spool.bytes}
+
+
+def _read_ids(config: PrepareConfig, pieces: list[Piece], tally: Tally, spool: SpoolWriter, tick: Tick) -> None:
+    """As `read`, of text that is tokenised already: ids are put aside; filters read what the tokenizer makes of them."""
+    given = given_ids(config)
+    judge = Filter(config.filters) if isinstance(given, LibraryEncoder) else None
+    limit = int(config.limits.document_megabytes * 2**20) // SPOOLED_ID.itemsize
+    total = max(1, sum(piece.text_bytes for piece in pieces))
+    for piece in pieces:
+        for document in read_ids(piece, given.size, given.end_id, limit):
+            tally.records += 1
+            reason = None
+            if isinstance(given, LibraryEncoder) and judge is not None:
+                text = given.decode(document.ids.tolist())
+                words = len(text.split())
+                reason = judge.reason_to_drop(text, words)
+                tally.words += 0 if reason else words
+            if reason is not None:
+                tally.dropped[reason] += 1
+            else:
+                spool.add(document.ids.astype(SPOOLED_ID).tobytes())
+            tick(spool.bytes / total, tally.words)
 
 
 def _identity(text: str, tokenizer: Tokenizer) -> bytes:
@@ -220,8 +247,8 @@ def load_groups(work: Path) -> list[tuple[int, int, int]]:
     return json.loads((work / "groups.json").read_bytes())
 
 
-def _group(work: Path, rank: int, assignments: Sequence[Assignment]) -> Iterator[tuple[str, int, np.void]]:
-    """(text, assignment, index entry) of the articles of a group's units that have one of `assignments`, in input order."""
+def _group(work: Path, rank: int, assignments: Sequence[Assignment]) -> Iterator[tuple[bytes, int, np.void]]:
+    """(content, assignment, index entry) of the articles of a group's units that have one of `assignments`, in input order."""
     first, last, _ = load_groups(work)[rank]
     for unit in range(first, last):
         decided = np.load(work / "decide" / f"{unit:05d}.npy")
@@ -229,15 +256,15 @@ def _group(work: Path, rank: int, assignments: Sequence[Assignment]) -> Iterator
         if wanted.any():
             stem = work / "read" / f"{unit:05d}"
             index = spooled_index(stem)
-            for number, text in spooled(stem, wanted):
-                yield text, int(decided[number]), index[number]
+            for number, content in spooled(stem, wanted):
+                yield content, int(decided[number]), index[number]
 
 
 def sample_texts(work: Path) -> Iterator[str]:
     """The texts that subwords are learned from, in input order."""
     for rank in range(len(load_groups(work))):
-        for text, _, _ in _group(work, rank, (Assignment.SAMPLE,)):
-            yield text
+        for content, _, _ in _group(work, rank, (Assignment.SAMPLE,)):
+            yield content.decode("utf-8")
 
 
 def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
@@ -250,8 +277,8 @@ def count(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     counter = WordCounter(tokenizer.escape, tokenizer.normalize, line_tokens=other)
     chunks = done = 0
     total = max(1, load_groups(work)[rank][2])
-    for text, _, entry in _group(work, rank, (Assignment.SAMPLE,)):
-        chunks += counter.add(text)
+    for content, _, entry in _group(work, rank, (Assignment.SAMPLE,)):
+        chunks += counter.add(content.decode("utf-8"))
         done += int(entry["bytes"])
         tick(done / total, chunks)
     counts = counter.words()
@@ -270,14 +297,13 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     total, done = load_groups(work)[rank][2], 0
     try:
         group = _group(work, rank, [kind for kind in Assignment if kind != Assignment.DUPLICATE])
-        for ids, words, assignment, entry in _encoded(encoder, group, writer.ids.typecode):
-            size = int(entry["bytes"])
+        for ids, words, size, assignment, entry in _encoded(encoder, group, writer.ids.typecode, config.ids_given):
             if assignment in (Assignment.VALID, Assignment.TEST):
                 held.append((entry, assignment, words, size, ids))
             else:
                 writer.ids.extend(ids)
                 writer.end_document(words, size)
-                done += size
+                done += int(entry["bytes"])
             tick(done / max(total, 1), writer.words)
         _save_held(work / "encode" / f"{rank:05d}.npz", held, encoder.size)
         shard = writer.close()
@@ -287,37 +313,46 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     return {"shard": asdict(shard), "words": shard.words + sum(h[2] for h in held), "documents": shard.documents}
 
 
-def shard_writer(directory: Path, name: str, encoder: Encoder | LibraryEncoder) -> ShardWriter:
+def shard_writer(directory: Path, name: str, encoder: AnyEncoder) -> ShardWriter:
     """A writer of ids that an encoder makes."""
     counts_words = isinstance(encoder, LibraryEncoder)
     return ShardWriter(directory, name, encoder.size, encoder.unknown_id, counts_words)
 
 
 def _encoded(
-    encoder: Encoder | LibraryEncoder, group: Iterator[tuple[str, int, np.void]], typecode: str
-) -> Iterator[tuple[array, int, int, np.void]]:
-    """(ids, words, assignment, index entry) of (text, assignment, index entry): one by one, or many to a call of the library."""
-    if isinstance(encoder, LibraryEncoder):
+    encoder: AnyEncoder, group: Iterator[tuple[bytes, int, np.void]], typecode: str, ids_given: bool
+) -> Iterator[tuple[array, int, int, int, np.void]]:
+    """(ids, words, bytes of text, assignment, index entry) of (content, assignment, index entry).
+
+    One by one, or many to a call of the library. Of ids without a tokenizer there are no words and no text.
+    """
+    if ids_given:
+        for content, assignment, entry in group:
+            found = np.frombuffer(content, SPOOLED_ID).tolist()
+            text = encoder.decode(found) if isinstance(encoder, LibraryEncoder) else ""
+            ids = array(typecode, [*found, encoder.end_id])  # type: ignore[union-attr]
+            yield ids, len(text.split()), len(text.encode()), assignment, entry
+    elif isinstance(encoder, LibraryEncoder):
         # A worker is one core.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         for together in _batches(group):
-            encoded = encoder.encode_batch([text for text, _, _ in together])
-            for (found, words), (_, assignment, entry) in zip(encoded, together, strict=True):
-                yield array(typecode, found), words, assignment, entry
-        return
-    for text, assignment, entry in group:
-        ids = array(typecode)
-        words = encoder.encode(text, ids)
-        yield ids, words, assignment, entry
+            encoded = encoder.encode_batch([content.decode("utf-8") for content, _, _ in together])
+            for (library_ids, words), (content, assignment, entry) in zip(encoded, together, strict=True):
+                yield array(typecode, library_ids), words, len(content), assignment, entry
+    elif isinstance(encoder, Encoder):
+        for content, assignment, entry in group:
+            ids = array(typecode)
+            words = encoder.encode(content.decode("utf-8"), ids)
+            yield ids, words, len(content), assignment, entry
 
 
-def _batches(group: Iterator[tuple[str, int, np.void]]) -> Iterator[list[tuple[str, int, np.void]]]:
-    """A group's documents, so many at a time that they have about BATCH_CHARACTERS."""
+def _batches(group: Iterator[tuple[bytes, int, np.void]]) -> Iterator[list[tuple[bytes, int, np.void]]]:
+    """A group's documents, so many at a time that they have about BATCH_BYTES."""
     together, size = [], 0
     for one in group:
         together.append(one)
         size += len(one[0])
-        if size >= BATCH_CHARACTERS:
+        if size >= BATCH_BYTES:
             yield together
             together, size = [], 0
     if together:

@@ -95,7 +95,9 @@ def _keys(config: PrepareConfig, inputs: list[Input]) -> dict[str, str]:
         if name in subwords:
             path = getattr(config.subwords, name)
             subwords[name] = sha256(path) if path else None
-    read = [asdict(file) for file in inputs], config.filters.model_dump(exclude={"duplicates"})
+    read = [[asdict(file) for file in inputs], config.filters.model_dump(exclude={"duplicates"})]
+    if config.ids_given:
+        read.append(subwords)
     parts = {
         "read": [VERSION, __version__, *read, config.limits.document_megabytes, config.tokenizer.normalize],
         "decide": [config.held_out.model_dump(), config.filters.duplicates, subwords["sample_megabytes"]],

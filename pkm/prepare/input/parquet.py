@@ -33,7 +33,7 @@ def read_parquet(piece: Piece, limit: int) -> Iterator[Found]:
             raw.seek(0)
             yield Skipped("damaged", file.url, _why_not_parquet(raw.read(HEAD_BYTES), error, file.url), lost=file.size)
             return
-        _check_column(names, file.column, file.url)
+        check_column(names, file.column, file.url)
         stop = table.num_row_groups if piece.stop is None else piece.stop
         for group in range(piece.start, stop):
             yield from _row_group(table, group, file.column, file.url, limit)
@@ -90,7 +90,7 @@ def _bytes(values: Any, column: str, url: str) -> Iterator[bytes | None]:
     return (value.as_py() for value in values)
 
 
-def _check_column(names: list[str], column: str, url: str) -> None:
+def check_column(names: list[str], column: str, url: str) -> None:
     if names.count(column) > 1:
         what = f"{names.count(column)} of its columns are called {column!r}"
         raise UserError(what, url, "write it again with one of them under a name of its own, or leave it out")

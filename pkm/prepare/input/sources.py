@@ -17,7 +17,7 @@ from pkm.format import printable
 from pkm.prepare.input.compression import ENDINGS, HEAD_BYTES, Compression, compression_of
 from pkm.prepare.input.listing import BROKEN, NAMED_TWICE, Found, LeftOut, files_at
 from pkm.prepare.input.streams import filesystem
-from pkm.prepare.settings import PrepareConfig, Source
+from pkm.prepare.settings import IDS, PrepareConfig, Source
 
 MIB = 1 << 20
 FORMATS = {
@@ -33,6 +33,9 @@ FORMATS = {
 }
 # News text compresses about so well: for estimates, and to cut compressed and plain files alike.
 RATIO = 4
+BIN = ("nanogpt", "llm.c", "megatron")
+# Ids are put aside in 4 bytes each, and most files have 2.
+IDS_RATIO = 2
 PIECES = 64
 SMALLEST_PIECE, LARGEST_PIECE = 4 * MIB, 64 * MIB
 FILES_OF_A_UNIT = 5000
@@ -53,6 +56,8 @@ class Input:
     @property
     def text_bytes(self) -> int:
         """About how many bytes it holds, unpacked."""
+        if self.format in IDS:
+            return self.size * IDS_RATIO
         return self.size * (RATIO if self.compression or self.format == "parquet" else 1)
 
 
@@ -107,13 +112,13 @@ def _list_path(path: str, source: Source, where: str, left_out: LeftOut) -> list
     except OSError as error:
         raise refusal(error, error.filename or path) from error
     for name, reason in passed.reasons.items():
-        if reason == BROKEN and (source.format != "auto" or _format_of(name)):
+        if reason == BROKEN and _format_of(name, source):
             raise UserError("it is a link to nothing", name, "bring back what it leads to, or remove it")
     known: dict[str, Input] = {}
     strange = []
     # A file's own name goes before those of links to it.
     for file in sorted(files, key=lambda file: (file.name != file.real, file.name)):
-        format = _format_of(file.name) if source.format == "auto" else source.format
+        format = _format_of(file.name, source)
         if format is None:
             strange.append(file)
         elif file.real in known:
@@ -126,6 +131,8 @@ def _list_path(path: str, source: Source, where: str, left_out: LeftOut) -> list
     if not known:
         if [file.name for file in files] == [inner]:
             fix = f"give `format:` (endings known by themselves: {', '.join(FORMATS)})"
+            if source.format in BIN:
+                fix = f"name a file .bin: {source.format} has no others, and none that are compressed"
             raise UserError(f"the name does not tell what kind of file '{inner}' is", where, fix)
         what = f"'{path}' holds no files of a known kind" if passed.reasons else f"nothing matches '{path}'"
         why = f" ({passed.line()})" if passed.reasons else ""
@@ -135,8 +142,15 @@ def _list_path(path: str, source: Source, where: str, left_out: LeftOut) -> list
     return sorted(known.items(), key=lambda item: item[1].url)
 
 
-def _format_of(name: str) -> str | None:
-    """What the ending says, behind that of a compression; nothing in the middle of a name does."""
+def _format_of(name: str, source: Source) -> str | None:
+    """The format that the source says; else what the ending does, behind that of a compression, and nothing in the middle.
+
+    Beside files .bin there are others that belong to them.
+    """
+    if source.format in BIN:
+        return source.format if name.endswith(".bin") else None
+    if source.format != "auto":
+        return source.format
     endings = PurePosixPath(name.lower()).suffixes
     if endings and endings[-1] in ENDINGS:
         endings.pop()
@@ -158,7 +172,8 @@ def _input(fs: Any, file: Found, path: str, source: Source, format: str) -> Inpu
     elif "file" in _protocols(fs):
         # As the config says it, so that a corpus is the same corpus in a checkout elsewhere.
         url = file.name if os.path.isabs(os.path.expanduser(path)) else os.path.relpath(file.name)
-    compression = _compression(fs, file.name)
+    # Numbers may begin as a compressed file does.
+    compression = None if format in IDS else _compression(fs, file.name)
     return Input(url, file.size, file.stamp, format, compression, source.documents, source.column)
 
 
@@ -190,12 +205,16 @@ def needs_unpacking(file: Input, target: int) -> bool:
 
 def pieces_of(file: Input, target: int) -> list[Piece]:
     """A file as pieces of about `target` bytes where it can be read from within, else whole."""
-    if file.format == "parquet":
+    if file.format in ("parquet", "parquet-ids"):
         return _row_groups(file, target)
-    splits = file.format in ("jsonl", "warc") or (file.format == "text" and file.documents != "file")
+    if file.format == "megatron":
+        return _documents(file, target)
+    splits = file.format in ("jsonl", "warc", "nanogpt", "llm.c") or (
+        file.format == "text" and file.documents != "file"
+    )
     # Web archives compress each record by itself, so a reader can start at any record.
     packed = file.compression is not None and not (file.format == "warc" and file.compression == "gz")
-    step = target // RATIO if file.compression else target
+    step = target // RATIO if file.compression else target // (IDS_RATIO if file.format in IDS else 1)
     if not splits or packed or file.size <= 2 * step:
         return [Piece(file)]
     share = step / file.size
@@ -219,6 +238,19 @@ def _row_groups(file: Input, target: int) -> list[Piece]:
     step = max(1, round(groups * target / file.text_bytes))
     # Row groups of one file are about equally large.
     return [Piece(file, start, min(start + step, groups), share=step / groups) for start in range(0, groups, step)]
+
+
+def _documents(file: Input, target: int) -> list[Piece]:
+    """A .bin of Megatron's by documents."""
+    from pkm.prepare.input.ids import megatron_documents
+
+    documents = megatron_documents(file)
+    if file.text_bytes <= 2 * target:
+        return [Piece(file)]
+    step = max(1, round(documents * target / file.text_bytes))
+    return [
+        Piece(file, start, min(start + step, documents), share=step / documents) for start in range(0, documents, step)
+    ]
 
 
 def units_of(pieces: Iterable[Piece], target: int) -> list[list[Piece]]:
