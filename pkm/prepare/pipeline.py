@@ -15,13 +15,14 @@ import numpy as np
 from pkm.config.load import flatten
 from pkm.corpus.store import SPLITS, OtherVocab, Shard, read_manifest, write_manifest
 from pkm.errors import UserError
-from pkm.files import atomic_write, explained, fsync_tree, publish, sha256
+from pkm.files import atomic_write, explained, fsync_tree, publish, read_json, sha256
 from pkm.prepare import tasks
-from pkm.prepare.assign import Assignment, decide
+from pkm.prepare.assign import STAY_OUT, Assignment, decide, later_copies
 from pkm.prepare.damage import DamageLimit, examples
 from pkm.prepare.executor import run_stage
 from pkm.prepare.input.listing import LeftOut
 from pkm.prepare.input.sources import Input, Piece, list_inputs, needs_unpacking, piece_bytes, pieces_of, units_of
+from pkm.prepare.mixture import mix
 from pkm.prepare.settings import PrepareConfig
 from pkm.prepare.spool import spooled_index
 from pkm.prepare.stage import Progress, Stage
@@ -159,10 +160,21 @@ def _decide(config: PrepareConfig, damage: DamageLimit, work: Path, say: Callabl
     """Held-out articles, duplicates, the sample; and which units make one shard."""
     if (work / "groups.json").exists():
         return
-    units = sum(1 for _ in tasks.load_units(work))
-    stems = [work / "read" / f"{unit:05d}" for unit in range(units)]
+    sources = [unit[0].file.source for unit in tasks.load_units(work)]
+    stems = [work / "read" / f"{unit:05d}" for unit in range(len(sources))]
+    fixed = None
+    if config.weights:
+        fixed = later_copies(stems)
+        taken = mix(stems, sources, config.weights, fixed)
+        for number, one in enumerate(taken):
+            if not one.available_bytes:
+                what = "it has no article that stays, so that the mixture would be empty: nothing is repeated"
+                raise UserError(what, f"sources[{number}]", "check its path and `filters`, or leave it out")
+        atomic_write(work / "mixture.json", json.dumps({"sources": [one.record() for one in taken]}))
+        for number, one in enumerate(taken):
+            say(one.line(number))
     held, sample = config.held_out, int(config.subwords.sample_megabytes * 2**20)
-    decision = decide(stems, held.valid, held.test, sample, config.filters.duplicates == "keep")
+    decision = decide(stems, held.valid, held.test, sample, config.filters.duplicates == "keep", fixed)
     dropped = ", ".join(f"{n:,} {kind.replace('_', ' ')}" for kind, n in damage.dropped.most_common()) or "none"
     if decision.distinct == 0:
         what = f"there is no article in the input (dropped: {dropped})" + examples(damage.named, "damaged", "too_large")
@@ -254,9 +266,11 @@ def _assemble(
             writer.ids.extend(ids[ends[i] : ends[i + 1]].tolist())
             writer.end_document(int(about["words"][i]), int(about["bytes"][i]))
         shards[name] = [writer.close()]
-    decided = map(np.load, (work / "decide").glob("*.npy"))
-    duplicates = sum(int((assignments == Assignment.DUPLICATE).sum()) for assignments in decided)
-    dropped = Counter(damage.dropped) + Counter({"duplicate": duplicates})
+    counts = np.zeros(len(Assignment), np.int64)
+    for path in (work / "decide").glob("*.npy"):
+        counts += np.bincount(np.load(path), minlength=len(Assignment))
+    dropped = Counter(damage.dropped) + Counter({kind.name.lower(): int(counts[kind]) for kind in STAY_OUT})
+    mixture = (read_json(work / "mixture.json") or {}).get("sources")
     vocab: Vocab | OtherVocab
     if isinstance(encoder, LibraryEncoder):
         vocab = OtherVocab(encoder.size, encoder.end_id, encoder.unknown_id)
@@ -279,5 +293,6 @@ def _assemble(
             "dropped": dict(sorted(dropped.items())),
             "lost_bytes": damage.lost_bytes,
             "named": sorted(damage.named)[:100],
+            **({"mixture": mixture} if mixture else {}),
         },
     )

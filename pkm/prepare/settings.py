@@ -33,6 +33,9 @@ class Source(Part):
     """Plain text: one document a file, one a line, or separated by blank lines."""
     column: str = "text"
     """JSONL and Parquet: where the article's text is, or its ids."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Share of the corpus's bytes that are to be of this source, beside the weights of the others: any positive numbers, for
+    every source or for none. Nothing is repeated: the source that runs out first ends the mixture. null = all of it."""
 
 
 class HeldOut(Part):
@@ -152,6 +155,12 @@ class PrepareConfig(Part):
         return self.is_moses and self.subwords.codes_file is None
 
     @property
+    def weights(self) -> list[float] | None:
+        """Of the sources, where they are mixed."""
+        given = [source.weight for source in self.sources if source.weight is not None]
+        return given if len(given) == len(self.sources) else None
+
+    @property
     def directory(self) -> Path:
         return self.output or Path("prepared") / self.name
 
@@ -232,6 +241,9 @@ LATER = {"subwords": ("learn", "vocab_size", "tokenizer", "end", "end_id")}
 def settings_that_matter(config: PrepareConfig, exclude: Any = None) -> dict[str, Any]:
     """All settings, JSON-ready, but for later ones at their defaults."""
     settings = config.model_dump(mode="json", exclude=exclude)
+    for source in settings.get("sources", ()):
+        if source.get("weight") is None:
+            source.pop("weight", None)
     for section, names in LATER.items():
         before = type(getattr(config, section))().model_dump(mode="json", include=set(names))
         for name in names:
@@ -249,6 +261,14 @@ def impossible(config: PrepareConfig) -> list[tuple[str, str, str]]:
             (f"subwords.{missing}", "codes and vocabulary go together", "give both files, or neither to learn")
         )
     found += _contradictions_of_subwords(config)
+    weighed = [number for number, source in enumerate(config.sources) if source.weight is not None]
+    if weighed and len(weighed) < len(config.sources):
+        without = next(i for i in range(len(config.sources)) if i not in weighed)
+        fix = "give every source a weight, or none"
+        found.append((f"sources[{without}].weight", "it has none, and other sources have", fix))
+    if weighed and config.filters.duplicates == "keep":
+        what = "how often a text is there would change what the weights of sources say"
+        found.append(("filters.duplicates", what, "drop duplicates, or leave out the weights"))
     specials = config.subwords.specials
     for number, special in enumerate(specials):
         key = f"subwords.specials[{number}]"

@@ -6,6 +6,7 @@ work/unpack/             chunks of large compressed files, one task a file
 work/units.jsonl         what each read task reads
 work/read/00007.docs     kept articles of unit 7, .npy their hashes and sizes, .json what was dropped and why
 work/decide/00007.npy    what becomes of them (assign.Assignment)
+work/mixture.json        what is taken of each source, where they have weights
 work/groups.json         consecutive units that make one shard
 work/count/00003.words   words of group 3's share of the sample
 work/learn/              codes and vocab, or tokenizer.json
@@ -33,7 +34,7 @@ from pkm.corpus.store import ShardWriter, id_type
 from pkm.errors import UserError
 from pkm.files import NewFile, atomic_write, explained
 from pkm.format import printable
-from pkm.prepare.assign import Assignment
+from pkm.prepare.assign import STAY_OUT, Assignment
 from pkm.prepare.filters import Filter
 from pkm.prepare.input import extract
 from pkm.prepare.input.ids import read_ids
@@ -296,7 +297,7 @@ def encode(work: Path, rank: int, tick: Tick) -> dict[str, Any]:
     held: list[tuple[np.void, int, int, int, array]] = []
     total, done = load_groups(work)[rank][2], 0
     try:
-        group = _group(work, rank, [kind for kind in Assignment if kind != Assignment.DUPLICATE])
+        group = _group(work, rank, [kind for kind in Assignment if kind not in STAY_OUT])
         for ids, words, size, assignment, entry in _encoded(encoder, group, writer.ids.typecode, config.ids_given):
             if assignment in (Assignment.VALID, Assignment.TEST):
                 held.append((entry, assignment, words, size, ids))

@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from pkm.prepare.settings import PrepareConfig, settings_that_matter
 VERSION = 2
 OUTPUTS = {
     "read": ("unpack", "unpack.json", "units.jsonl", "read", "logs/unpack", "logs/read"),
-    "decide": ("decide", "groups.json"),
+    "decide": ("decide", "mixture.json", "groups.json"),
     "learn": ("count", "learn", "logs/count"),
     "encode": ("encode", "corpus", "logs/encode"),
 }
@@ -95,15 +94,17 @@ def _keys(config: PrepareConfig, inputs: list[Input]) -> dict[str, str]:
         if name in subwords:
             path = getattr(config.subwords, name)
             subwords[name] = sha256(path) if path else None
-    read = [[asdict(file) for file in inputs], config.filters.model_dump(exclude={"duplicates"})]
+    read = [[file.identity() for file in inputs], config.filters.model_dump(exclude={"duplicates"})]
     if config.ids_given:
         read.append(subwords)
-    parts = {
+    parts: dict[str, list[Any]] = {
         "read": [VERSION, __version__, *read, config.limits.document_megabytes, config.tokenizer.normalize],
         "decide": [config.held_out.model_dump(), config.filters.duplicates, subwords["sample_megabytes"]],
         "learn": [subwords, config.tokenizer.model_dump()],
         "encode": [],
     }
+    if config.weights:
+        parts["decide"].append(config.weights)
     keys, so_far = {}, hashlib.sha256()
     for name, part in parts.items():
         so_far.update(json.dumps(part, sort_keys=True).encode())

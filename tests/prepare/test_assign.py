@@ -72,7 +72,7 @@ def test_fates_are_those_of_the_definition_however_many_are_sorted_at_a_time(
 
 
 def test_spooled_articles_come_back_and_only_those_wanted(tmp_path: Path):
-    texts = ["one", "", "drei\nzeilen", "caf\u00e9 \u2028", "x" * 100_000]
-    (stem,) = spool(tmp_path, [[text.encode() for text in texts]])
+    texts = [text.encode() for text in ("one", "", "drei\nzeilen", "caf\u00e9 \u2028", "x" * 100_000)]
+    (stem,) = spool(tmp_path, [texts])
     assert list(spooled(stem, np.ones(5, bool))) == list(enumerate(texts))
     assert list(spooled(stem, np.array([0, 0, 1, 0, 1], bool))) == [(2, texts[2]), (4, texts[4])]

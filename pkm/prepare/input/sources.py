@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -52,6 +52,12 @@ class Input:
     compression: Compression | None
     documents: str
     column: str
+    source: int = 0
+    """Which of the sources it is of, where they are mixed by weight."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a preparation follows from."""
+        return {key: value for key, value in asdict(self).items() if key != "source" or value}
 
     @property
     def text_bytes(self) -> int:
@@ -97,7 +103,7 @@ def list_inputs(config: PrepareConfig, left_out: LeftOut | None = None) -> list[
                 key = (real, file.format, file.documents, file.column)
                 if key in found:
                     left_out.add(NAMED_TWICE, f"{file.url} (source {number})")
-                found.setdefault(key, file)
+                found.setdefault(key, replace(file, source=number if config.weights else 0))
     return list(found.values())
 
 
@@ -253,12 +259,21 @@ def _documents(file: Input, target: int) -> list[Piece]:
     ]
 
 
+def _changes_source(units: list[list[Piece]], piece: Piece) -> bool:
+    return units[-1][-1].file.source != piece.file.source
+
+
 def units_of(pieces: Iterable[Piece], target: int) -> list[list[Piece]]:
     """Consecutive pieces, bundled so that a unit has about `target` bytes of text: what one task reads."""
     units: list[list[Piece]] = []
     size = target
     for piece in pieces:
-        if not units or size + piece.text_bytes > target or len(units[-1]) >= FILES_OF_A_UNIT:
+        if (
+            not units
+            or size + piece.text_bytes > target
+            or len(units[-1]) >= FILES_OF_A_UNIT
+            or _changes_source(units, piece)
+        ):
             units.append([])
             size = 0
         units[-1].append(piece)
