@@ -219,13 +219,18 @@ class Corpus:
     def words_are(self) -> str:
         """What is counted as a word."""
         if isinstance(self.vocab, OtherVocab):
-            return WHITE_SPACE if self.manifest["tokenizer"]["library"] else UNKNOWN_WORDS
+            return WHITE_SPACE if self.decodes else UNKNOWN_WORDS
         return MOSES
+
+    @property
+    def decodes(self) -> bool:
+        """Whether there is an encoder: not for text that came as ids without a tokenizer."""
+        return isinstance(self.vocab, Vocab) or bool(self.manifest["tokenizer"]["library"])
 
     def encoder(self) -> Encoder | LibraryEncoder:
         """The encoder that made the ids; it also decodes them. UserError for text that came as ids without a tokenizer."""
         if isinstance(self.vocab, OtherVocab):
-            if not self.manifest["tokenizer"]["library"]:
+            if not self.decodes:
                 what = "it was prepared from ids, and with what tokenizer they were made is not known"
                 raise UserError(what, str(self.path), "prepare it again with subwords.tokenizer")
             from pkm.text.library import LibraryEncoder

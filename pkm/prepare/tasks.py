@@ -331,7 +331,7 @@ def _encoded(
         for content, assignment, entry in group:
             found = np.frombuffer(content, SPOOLED_ID).tolist()
             text = encoder.decode(found) if isinstance(encoder, LibraryEncoder) else ""
-            ids = array(typecode, [*found, encoder.end_id])  # type: ignore[union-attr]
+            ids = array(typecode, [*found, encoder.end_id])
             yield ids, len(text.split()), len(text.encode()), assignment, entry
     elif isinstance(encoder, LibraryEncoder):
         # A worker is one core.

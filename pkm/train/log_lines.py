@@ -119,7 +119,9 @@ def log_line(step: int, steps: int, record: dict[str, Any], speed: dict[str, flo
     )
 
 
-def valid_record(measured: Evaluation, never_read: dict[int | str, float], sample: dict[str, str] | None) -> dict[str, Any]:
+def valid_record(
+    measured: Evaluation, never_read: dict[int | str, float], sample: dict[str, str] | None
+) -> dict[str, Any]:
     """What metrics.jsonl holds of an evaluation on the validation split; never_read: by layer, % of slots that training never read."""
     record = measured.record()
     for layer, share in never_read.items():

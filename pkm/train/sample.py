@@ -21,8 +21,8 @@ class Sampler:
     """The same prompt and the same seed every time, so that samples of a run, and of two runs, compare."""
 
     def __init__(self, config: Config, corpus: Corpus):
-        """Samples of `evaluate.sample` tokens; none without validation text."""
-        self.tokens, self.seed = config.evaluate.sample if corpus.valid else 0, config.seed
+        """Samples of `evaluate.sample` tokens; none without validation text, nor of ids that cannot be read."""
+        self.tokens, self.seed = config.evaluate.sample if corpus.valid and corpus.decodes else 0, config.seed
         if corpus.valid and self.tokens:
             self.encoder = corpus.encoder()
             self.prompt = [self.encoder.end_id, *corpus.valid.read(0, PROMPT).tolist()][

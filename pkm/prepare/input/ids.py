@@ -4,8 +4,7 @@
     nanogpt        uint16 after uint16, little-endian; the end's id between documents (its data/*/prepare.py)
     llm.c          the same behind a header of 256 int32: magic, version, number of ids (its dev/data/data_common.py);
                    of Llama 3's vocabulary uint32
-    megatron       .bin with the ids of one document after the other, .idx beside it with their type, sequences and documents
-                   (megatron/core/datasets/indexed_dataset.py)
+    megatron       see megatron.py
 
 Nothing is passed over: a file that is not what it should be ends the preparation, with the place.
 """
@@ -19,22 +18,16 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pkm.errors import UserError
+from pkm.prepare.input import megatron
 from pkm.prepare.input.parquet import check_column
 from pkm.prepare.input.sources import Input, Piece
-from pkm.prepare.input.streams import open_raw
+from pkm.prepare.input.streams import exactly, open_raw
 
 HEADER_BYTES = 1024
 LLM_C: dict[tuple[int, int], np.dtype] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 """(magic, version) -> type of an id: GPT-2's vocabulary, Llama 3's."""
 
 NANOGPT = np.dtype("<u2")
-MEGATRON_MAGIC, MEGATRON_VERSION = b"MMIDIDX\0\0", 1
-MEGATRON_HEAD = np.dtype(
-    [("magic", "S9"), ("version", "<u8"), ("type", "u1"), ("sequences", "<u8"), ("documents", "<u8")]
-)
-MEGATRON_TYPES = {
-    code: np.dtype(f"<{name}") for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}.items()
-}
 AT_ONCE = 1 << 20
 """Ids that are looked through at a time."""
 
@@ -90,7 +83,7 @@ def _stream(piece: Piece, end_id: int, limit: int) -> Iterator[Document]:
         parts: list[np.ndarray] = []
         begin = position
         while position < file.size and (position < stop or parts):
-            block = np.frombuffer(_exactly(raw, min(AT_ONCE * width, file.size - position), file.url, position), kind)
+            block = np.frombuffer(exactly(raw, min(AT_ONCE * width, file.size - position), file.url, position), kind)
             offset = 0
             for end in (*np.flatnonzero(block == end_id).tolist(), len(block)):
                 if end > offset and not elsewhere:
@@ -117,16 +110,6 @@ def _at(raw: BinaryIO, position: int, kind: np.dtype) -> int:
     return int(np.frombuffer(raw.read(kind.itemsize), kind)[0])
 
 
-def _exactly(raw: BinaryIO, count: int, url: str, position: int) -> bytes:
-    end = raw.seek(0, 2)  # before anything is read: a damaged count may ask for more than memory holds
-    if position + count > end:
-        raise UserError(
-            f"it ends here, {position + count - end} bytes early", f"{url}, byte {end}", "copy the file again"
-        )
-    raw.seek(position)
-    return raw.read(count)
-
-
 def _no_header(raw: BinaryIO, file: Input) -> tuple[int, np.dtype]:
     """(0, type of an id) of a file of bare ids."""
     raw.seek(0)
@@ -141,7 +124,7 @@ def _no_header(raw: BinaryIO, file: Input) -> tuple[int, np.dtype]:
 
 def llm_c_header(raw: BinaryIO, file: Input) -> tuple[int, np.dtype]:
     """(where ids begin, their type). UserError for another magic, version or length than the header's."""
-    header = np.frombuffer(_exactly(raw, HEADER_BYTES, file.url, 0), "<i4")
+    header = np.frombuffer(exactly(raw, HEADER_BYTES, file.url, 0), "<i4")
     magic, version, count = (int(number) for number in header[:3])
     kind = LLM_C.get((magic, version))
     if kind is None:
@@ -156,73 +139,10 @@ def llm_c_header(raw: BinaryIO, file: Input) -> tuple[int, np.dtype]:
     return HEADER_BYTES, kind
 
 
-def megatron_documents(file: Input) -> int:
-    """Documents of a .bin with its .idx. UserErrors as `read_ids`."""
-    with open_raw(index_of(file.url)) as raw:
-        return int(_megatron_head(raw, index_of(file.url))["documents"]) - 1
-
-
-def index_of(url: str) -> str:
-    return url.removesuffix(".bin") + ".idx"
-
-
-def _megatron_head(raw: BinaryIO, url: str) -> np.void:
-    data = _exactly(raw, MEGATRON_HEAD.itemsize, url, 0)
-    head = np.frombuffer(data, MEGATRON_HEAD)[0]
-    if data[:9] != MEGATRON_MAGIC:
-        raise UserError(
-            "it does not begin as an index of Megatron's (MMIDIDX)", f"{url}, byte 0", "give another format"
-        )
-    if head["version"] != MEGATRON_VERSION:
-        what = f"it is of version {head['version']}; known is {MEGATRON_VERSION}"
-        raise UserError(what, f"{url}, byte 9", "write it anew with Megatron's preprocess_data.py")
-    if int(head["type"]) not in MEGATRON_TYPES:
-        what = f"its ids are of type {head['type']}, which is no type of integers"
-        raise UserError(what, f"{url}, byte 17", "write it anew with Megatron's preprocess_data.py")
-    return head
-
-
 def _megatron(piece: Piece, end_id: int, limit: int) -> Iterator[Document]:
-    """Documents [piece.start, piece.stop) of a .bin."""
-    url, index = piece.file.url, index_of(piece.file.url)
-    with open_raw(index) as raw:
-        head = _megatron_head(raw, index)
-        kind, position = MEGATRON_TYPES[int(head["type"])], MEGATRON_HEAD.itemsize
-        arrays = []
-        for count, of in ((head["sequences"], "<i4"), (head["sequences"], "<i8"), (head["documents"], "<i8")):
-            width = int(count) * np.dtype(of).itemsize
-            arrays.append(np.frombuffer(_exactly(raw, width, index, position), of))
-            position += width
-    lengths, pointers, documents = arrays
-    _check_megatron(lengths, pointers, documents, kind.itemsize, piece.file, index)
-    stop = len(documents) - 1 if piece.stop is None else piece.stop
-    with open_raw(url) as raw:
-        for number in range(piece.start, stop):
-            parts = []
-            for sequence in range(int(documents[number]), int(documents[number + 1])):
-                begin = int(pointers[sequence])
-                parts.append(np.frombuffer(_exactly(raw, int(lengths[sequence]) * kind.itemsize, url, begin), kind))
-            if parts:
-                yield Document(np.concatenate(parts), f"{url}, document {number}")
-
-
-def _check_megatron(
-    lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray, width: int, file: Input, index: str
-) -> None:
-    """UserError where an index does not fit itself or its .bin."""
-    where = MEGATRON_HEAD.itemsize
-    if len(lengths) and lengths.min() < 0:
-        raise UserError(f"sequence {lengths.argmin()} has a negative length", f"{index}, byte {where}", "write it anew")
-    ends = pointers + lengths.astype(np.int64) * width
-    if len(ends) and (pointers.min() < 0 or ends.max() > file.size):
-        last = int(ends.argmax()) if pointers.min() >= 0 else int(pointers.argmin())
-        what = f"sequence {last} is said to end at byte {ends[last]}, beyond the {file.size} bytes that there are"
-        raise UserError(what, f"{file.url}, byte {file.size}", "copy both files again: .bin and .idx belong together")
-    if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
-        what = f"its documents do not cover its {len(lengths)} sequences in order"
-        raise UserError(
-            what, f"{index}, byte {where + 12 * len(lengths)}", "write it anew with Megatron's preprocess_data.py"
-        )
+    """Documents of a .bin by their numbers."""
+    for number, ids in megatron.documents(piece.file.url, piece.file.size, piece.start, piece.stop):
+        yield Document(ids, f"{piece.file.url}, document {number}")
 
 
 def _parquet(piece: Piece, end_id: int, limit: int) -> Iterator[Document]:

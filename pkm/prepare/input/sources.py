@@ -16,6 +16,7 @@ from pkm.files import refusal
 from pkm.format import printable
 from pkm.prepare.input.compression import ENDINGS, HEAD_BYTES, Compression, compression_of
 from pkm.prepare.input.listing import BROKEN, NAMED_TWICE, Found, LeftOut, files_at
+from pkm.prepare.input.megatron import count_documents
 from pkm.prepare.input.streams import filesystem
 from pkm.prepare.settings import IDS, PrepareConfig, Source
 
@@ -248,9 +249,7 @@ def _row_groups(file: Input, target: int) -> list[Piece]:
 
 def _documents(file: Input, target: int) -> list[Piece]:
     """A .bin of Megatron's by documents."""
-    from pkm.prepare.input.ids import megatron_documents
-
-    documents = megatron_documents(file)
+    documents = count_documents(file.url)
     if file.text_bytes <= 2 * target:
         return [Piece(file)]
     step = max(1, round(documents * target / file.text_bytes))

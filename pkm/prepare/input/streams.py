@@ -41,6 +41,17 @@ def open_raw(url: str) -> BinaryIO:
     return raw
 
 
+def exactly(raw: BinaryIO, count: int, url: str, position: int) -> bytes:
+    """So many bytes from a position on. UserError, with the place, where the file ends before."""
+    end = raw.seek(0, 2)  # before anything is read: a damaged count may ask for more than memory holds
+    if position + count > end:
+        raise UserError(
+            f"it ends here, {position + count - end} bytes early", f"{url}, byte {end}", "copy the file again"
+        )
+    raw.seek(position)
+    return raw.read(count)
+
+
 def open_unpacked(url: str) -> tuple[BinaryIO, Any]:
     """(the file as it is, the bytes in it): the second is the first where the file is not compressed."""
     raw = open_raw(url)
