@@ -23,6 +23,7 @@ from pkm.prepare.damage import examples
 from pkm.prepare.input.listing import LeftOut, left_out_line
 from pkm.prepare.input.sources import Input, needs_unpacking, piece_bytes, pieces_of, units_of
 from pkm.prepare.mixture import Taken
+from pkm.prepare.near import Near
 from pkm.prepare.pipeline import Outcome
 from pkm.prepare.settings import PrepareConfig
 from pkm.prepare.stage import Progress as StageProgress
@@ -191,6 +192,8 @@ def show_stats(corpus: Corpus, console: Console) -> None:
     console.print(
         f"read {manifest['records']:,} records of {files['files']:,} files ({size(files['bytes'])}); dropped: {dropped}"
     )
+    if found := manifest.get("near_duplicates"):
+        console.print(Near(found["articles"], found["near_duplicates"]).line())
     for number, one in enumerate(manifest.get("mixture", ())):
         console.print(Taken(**one).line(number))
     if line := left_out_line(manifest.get("left_out", {})):

@@ -16,7 +16,7 @@ from pkm.config.load import flatten
 from pkm.corpus.store import SPLITS, OtherVocab, Shard, read_manifest, write_manifest
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, fsync_tree, publish, read_json, sha256
-from pkm.prepare import tasks
+from pkm.prepare import near, tasks
 from pkm.prepare.assign import STAY_OUT, Assignment, decide, later_copies
 from pkm.prepare.damage import DamageLimit, examples
 from pkm.prepare.executor import run_stage
@@ -75,7 +75,7 @@ def prepare(config: PrepareConfig, show: Show, say: Callable[[str], None]) -> Ou
     with working_directory(final) as work:
         discard_stale(config, inputs, work, say)
         damage = _read(config, inputs, work, show, outcome)
-        _decide(config, damage, work, say)
+        _decide(config, damage, work, show, say, outcome)
         _learn(config, work, show, say, outcome)
         shards = _encode(config, work, show, outcome)
         _assemble(config, inputs, left_out, damage, shards, work)
@@ -156,15 +156,36 @@ def _read(config: PrepareConfig, inputs: list[Input], work: Path, show: Show, ou
     return damage
 
 
-def _decide(config: PrepareConfig, damage: DamageLimit, work: Path, say: Callable[[str], None]) -> None:
+def _near_duplicates(
+    config: PrepareConfig, fixed: list[np.ndarray], work: Path, show: Show, say: Callable[[str], None], outcome: Outcome
+) -> None:
+    """Mark near-duplicates in `fixed`."""
+    for unit, known in enumerate(fixed):
+        with explained(work):
+            np.save(work / "near" / f"first-{unit:05d}.npy", known)
+    costs = [sum(piece.text_bytes for piece in unit) for unit in tasks.load_units(work)]
+    _run(config, Stage("near_sign", "signing articles", work, costs, near.sign), show, outcome)
+    costs = [max(1, sum(map(len, fixed)))] * near.BUCKETS
+    _run(config, Stage("near_match", "finding near-duplicates", work, costs, near.match), show, outcome)
+    found = near.remove(work, fixed)
+    atomic_write(work / "near.json", json.dumps({**asdict(found), "share": found.share}))
+    say(found.line())
+
+
+def _decide(
+    config: PrepareConfig, damage: DamageLimit, work: Path, show: Show, say: Callable[[str], None], outcome: Outcome
+) -> None:
     """Held-out articles, duplicates, the sample; and which units make one shard."""
     if (work / "groups.json").exists():
         return
     sources = [unit[0].file.source for unit in tasks.load_units(work)]
     stems = [work / "read" / f"{unit:05d}" for unit in range(len(sources))]
     fixed = None
-    if config.weights:
+    if config.weights or config.filters.near_duplicates == "drop":
         fixed = later_copies(stems)
+    if fixed is not None and config.filters.near_duplicates == "drop":
+        _near_duplicates(config, fixed, work, show, say, outcome)
+    if fixed is not None and config.weights:
         taken = mix(stems, sources, config.weights, fixed)
         for number, one in enumerate(taken):
             if not one.available_bytes:
@@ -270,6 +291,7 @@ def _assemble(
     for path in (work / "decide").glob("*.npy"):
         counts += np.bincount(np.load(path), minlength=len(Assignment))
     dropped = Counter(damage.dropped) + Counter({kind.name.lower(): int(counts[kind]) for kind in STAY_OUT})
+    nearly = read_json(work / "near.json")
     mixture = (read_json(work / "mixture.json") or {}).get("sources")
     vocab: Vocab | OtherVocab
     if isinstance(encoder, LibraryEncoder):
@@ -293,6 +315,7 @@ def _assemble(
             "dropped": dict(sorted(dropped.items())),
             "lost_bytes": damage.lost_bytes,
             "named": sorted(damage.named)[:100],
+            **({"near_duplicates": nearly} if nearly else {}),
             **({"mixture": mixture} if mixture else {}),
         },
     )

@@ -21,7 +21,17 @@ from pkm.prepare.settings import PrepareConfig, settings_that_matter
 VERSION = 2
 OUTPUTS = {
     "read": ("unpack", "unpack.json", "units.jsonl", "read", "logs/unpack", "logs/read"),
-    "decide": ("decide", "mixture.json", "groups.json"),
+    "decide": (
+        "near",
+        "near_sign",
+        "near_match",
+        "logs/near_sign",
+        "logs/near_match",
+        "decide",
+        "near.json",
+        "mixture.json",
+        "groups.json",
+    ),
     "learn": ("count", "learn", "logs/count"),
     "encode": ("encode", "corpus", "logs/encode"),
 }
@@ -73,7 +83,7 @@ def discard_stale(config: PrepareConfig, inputs: list[Input], work: Path, say: C
         fresh = f"; settings, files or pkm itself have changed: anew from `{stale[0]}` on" if stale else ""
         say(f"going on with the unfinished preparation in {work}{fresh}")
     atomic_write(file, json.dumps(keys))
-    for name in ("unpack", "read", "decide", "count", "learn", "encode", "corpus"):
+    for name in ("unpack", "read", "near", "decide", "count", "learn", "encode", "corpus"):
         (work / name).mkdir(exist_ok=True)
         # Jobs that an earlier call submitted may still be writing theirs.
         if config.executor == "local":
@@ -94,7 +104,7 @@ def _keys(config: PrepareConfig, inputs: list[Input]) -> dict[str, str]:
         if name in subwords:
             path = getattr(config.subwords, name)
             subwords[name] = sha256(path) if path else None
-    read = [[file.identity() for file in inputs], config.filters.model_dump(exclude={"duplicates"})]
+    read = [[file.identity() for file in inputs], config.filters.model_dump(exclude={"duplicates", "near_duplicates"})]
     if config.ids_given:
         read.append(subwords)
     parts: dict[str, list[Any]] = {
@@ -103,6 +113,8 @@ def _keys(config: PrepareConfig, inputs: list[Input]) -> dict[str, str]:
         "learn": [subwords, config.tokenizer.model_dump()],
         "encode": [],
     }
+    if config.filters.near_duplicates != "keep":
+        parts["decide"].append("without near-duplicates")
     if config.weights:
         parts["decide"].append(config.weights)
     keys, so_far = {}, hashlib.sha256()
