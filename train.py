@@ -65,7 +65,7 @@ def main() -> int:
         if run.is_finished(reports=corpus.test is not None):
             run.show_report()
         else:
-            model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(compute.device)
+            model = apply_parallelism(build_model(config, corpus.vocab.size, corpus.vocab), config).to(compute.device)
             optim = build_optimizers(config.optim, model)
             state = restore(run, compute, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
             state = train(run, compute, corpus, model, optim, state, stop)

@@ -85,7 +85,7 @@ def train(tiny_corpus_path, tmp_path):
         corpus, compute = open_corpus(config.corpus.path), decide(config)
         configure_torch(config, compute)
         with Run.open(config, dump(config)) as run:
-            model = apply_parallelism(build_model(config, corpus.vocab.size), config).to(compute.device)
+            model = apply_parallelism(build_model(config, corpus.vocab.size, corpus.vocab), config).to(compute.device)
             optim = build_optimizers(config.optim, model)
             state = restore(run, compute, model, optim, corpus)
             state = loop.train(run, compute, corpus, model, optim, state, StopFlag())

@@ -16,7 +16,8 @@ from pydantic_core import PydanticCustomError
 
 class Kind(NamedTuple):
     build: str
-    """Takes a MemoryConfig (a read, a gate: and the model's width) and makes a module; a read also its own tables, by the names
+    """Takes a MemoryConfig (keys: and which of its section's memories it is for, from 0, and the layer; a read, a gate: and the
+    model's width) and makes a module; a read also its own tables, by the names
     that they have in it, if they are another memory's."""
     cost: str
     """Takes a MemoryConfig and the model's width and makes a pkm.memory.cost.Cost, without torch."""
@@ -26,6 +27,7 @@ KEYS: dict[str, Kind] = {
     "product": Kind("pkm.memory.keys:product_keys", "pkm.memory.cost:product_keys"),
     "flat": Kind("pkm.memory.keys:flat_keys", "pkm.memory.cost:flat_keys"),
     "tucker": Kind("pkm.memory.tucker:tucker_keys", "pkm.memory.cost:tucker_keys"),
+    "ngram": Kind("pkm.memory.ngram:ngram_keys", "pkm.memory.cost:ngram_keys"),
 }
 """Which slots a token reads: an object with the methods of pkm.memory.keys.Keys."""
 
@@ -39,6 +41,7 @@ READS: dict[str, Kind] = {
 GATES: dict[str, Kind] = {
     "none": Kind("pkm.memory.output:as_it_is", "pkm.memory.cost:as_it_is"),
     "silu": Kind("pkm.memory.output:silu_gate", "pkm.memory.cost:silu_gate"),
+    "engram": Kind("pkm.memory.ngram:context_gate", "pkm.memory.cost:context_gate"),
 }
 """What becomes of what was read: an object with the methods of pkm.memory.output.Output."""
 

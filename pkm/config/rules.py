@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from pkm.config.kinds import READS, named
+
 # A pkm.config.schema.Config: that page, which refuses what is impossible, comes after this one.
 Config = Any
 Mistake = tuple[str, str, str]
@@ -148,14 +150,14 @@ OF_A_MEMORY: list[tuple[str, Callable[[Config, Any], bool], Callable[[Config, An
     ),
     (
         "slots",
-        lambda c, m: m.keys == "flat" and m.slots is None,
-        lambda c, m: "flat keys need their number of slots",
+        lambda c, m: m.keys in ("flat", "ngram") and m.slots is None,
+        lambda c, m: "flat keys need their number of slots" if m.keys == "flat" else "n-grams need rows for each head",
         "write for example `slots: 16384`",
     ),
     (
         "sub_keys",
-        lambda c, m: m.keys == "flat" and m.sub_keys is not None,
-        lambda c, m: "flat keys have no sub-keys",
+        lambda c, m: m.keys in ("flat", "ngram") and m.sub_keys is not None,
+        lambda c, m: f"{'flat keys' if m.keys == 'flat' else 'n-grams'} have no sub-keys",
         "remove memory.sub_keys",
     ),
     (
@@ -238,9 +240,45 @@ OF_A_MEMORY: list[tuple[str, Callable[[Config, Any], bool], Callable[[Config, An
     ),
     (
         "kernels",
-        lambda c, m: m.kernels == "faiss" and m.keys == "tucker",
+        lambda c, m: m.kernels == "faiss" and m.keys in ("tucker", "ngram"),
         lambda c, m: "faiss searches product and flat keys",
         "choose kernels: auto",
+    ),
+    (
+        "place",
+        lambda c, m: m.place == "before" and m.keys != "ngram",
+        lambda c, m: f"before the block there is no norm, and {m.keys} keys are asked with a normalised input",
+        "choose replace, beside or after",
+    ),
+    (
+        "orders",
+        lambda c, m: m.keys == "ngram" and (not m.orders or list(m.orders) != sorted(set(m.orders))),
+        lambda c, m: f"{list(m.orders)} is not in ascending order without repeats, or empty",
+        "name each order once, as [2, 3]",
+    ),
+    (
+        "read",
+        lambda c, m: m.keys == "ngram" and m.read != "rows",
+        lambda c, m: f"n-grams give rows, not {m.read}",
+        "choose read: rows",
+    ),
+    (
+        "keys_norm",
+        lambda c, m: m.keys == "ngram" and (m.keys_norm != "none" or m.keys_shared_by_heads),
+        lambda c, m: "n-grams are looked up without keys",
+        "leave keys_norm and keys_shared_by_heads out",
+    ),
+    (
+        "share_values",
+        lambda c, m: m.keys == "ngram" and m.share_values,
+        lambda c, m: "each layer hashes n-grams to rows of its own",
+        "leave share_values out",
+    ),
+    (
+        "values_dim",
+        lambda c, m: m.keys == "ngram" and m.gate == "none" and m.values_dim is not None,
+        lambda c, m: "without a gate the rows of n-grams are summed, and are as wide as the model",
+        "choose gate: engram, or leave values_dim out",
     ),
 ]
 
@@ -335,6 +373,4 @@ def impossible_for(config: Config, ranks: int) -> list[Mistake]:
 
 
 def _table_widths(config: Config, memory: Any) -> tuple[int, ...]:
-    from pkm.memory.cost import read  # late: it counts what a schema's memories are
-
-    return read(memory, config.model.dim).widths
+    return tuple(named(READS[memory.read].cost)(memory, config.model.dim).widths)

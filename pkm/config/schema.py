@@ -149,13 +149,17 @@ class MemoryConfig(Part):
     count: Positive | None = None
     """Instead of layers: that many memories at regular intervals."""
     keys: Annotated[str, *one_of(KEYS)] = "product"
-    """Key set: pairs of sub-keys, one vector a slot, or pairs whose scores are a Tucker decomposition (UltraMem)."""
+    """Key set: pairs of sub-keys, one vector a slot, or pairs whose scores are a Tucker decomposition (UltraMem); ngram = no keys:
+    the last ids are the address (Engram)."""
     sub_keys: Positive | None = None
     """Product and Tucker keys: sub-keys a side, C; the memory has C * C slots."""
     slots: Positive | None = None
-    """Flat keys: slots, K."""
+    """Flat keys: slots, K. ngram: rows of each head of each order; the next primes are taken."""
+    orders: tuple[Positive, ...] = (2, 3)
+    """ngram: how many of the last ids make an address, a token's own included."""
     heads: Positive = 4
-    """Memory heads H, each with its own query network and keys; values are shared."""
+    """Memory heads H, each with its own query network and keys; values are shared. ngram: hashes of each order, with rows of
+    their own."""
     keys_norm: Literal["none", "rms"] = "none"
     """Normalisation of each key (of each sub-key of product keys), with a gain for every feature."""
     keys_shared_by_heads: bool = False
@@ -177,24 +181,35 @@ class MemoryConfig(Part):
     activation: Literal["gelu", "relu", "silu"] = "gelu"
     """Of experts."""
     values_dim: Positive | None = None
-    """Width of a value; null = model.dim. If it is given, what was read is projected to model.dim."""
+    """Width of a value; null = model.dim. If it is given, what was read is projected to model.dim. Of n-grams with an engram
+    gate: of one row; null = as many numbers together as the model's width."""
     input_dim: Positive | None = None
     """experts-linear: width of u and P x; null = that of a value."""
     gate: Annotated[str, *one_of(GATES)] = "none"
-    """What becomes of what was read y: none = as it is; silu = W2 (y * silu(W1 x)), as in Memory+."""
+    """What becomes of what was read y: none = as it is; silu = W2 (y * silu(W1 x)), as in Memory+; engram = a W_V y, with
+    a = sigmoid(rms(x) . rms(W_K y) / sqrt(d)). The rows of n-grams are summed and scaled, for engram side by side."""
     share_values: bool = False
     """All memories of this section read one table; queries, keys and gates stay each layer's own."""
     values_std: Rate | None = None
-    """Standard deviation of the values at the start; null = dim ** -0.5."""
-    place: Literal["replace", "beside", "after"] = "replace"
-    """In place of the block's feed-forward network, added to its output, or a sublayer of its own after it."""
+    """Standard deviation of the values at the start; null = their width ** -0.5, of n-grams without a gate 0, of Tucker keys
+    by the model's layers."""
+    place: Literal["replace", "beside", "after", "before"] = "replace"
+    """In place of the block's feed-forward network, added to its output, a sublayer of its own after it, or, of n-grams, added
+    to what the block gets."""
     kernels: Literal["auto", "reference", "triton", "faiss"] = "auto"
     """Who searches and reads: auto takes the fastest that the device and the shapes allow."""
 
     @property
     def size(self) -> int:
-        """Slots, K, given or as pairs of sub-keys."""
+        """Rows of a table, K, given or as pairs of sub-keys; of n-grams about (pkm.memory.hashing knows the primes)."""
+        if self.keys == "ngram":
+            return (self.slots or 0) * self.reads
         return self.slots or (self.sub_keys or 0) ** 2
+
+    @property
+    def reads(self) -> int:
+        """Rows that a token reads."""
+        return self.heads * (len(self.orders) if self.keys == "ngram" else self.knn)
 
     @property
     def sub_keys_searched(self) -> int:
@@ -203,7 +218,8 @@ class MemoryConfig(Part):
 
     def value_width(self, dim: int) -> int:
         """Numbers of a value, in a model of width `dim`."""
-        return self.values_dim or dim
+        side_by_side = self.keys == "ngram" and self.gate == "engram"
+        return self.values_dim or (max(1, dim // self.reads) if side_by_side else dim)
 
     def input_width(self, dim: int) -> int:
         """Numbers of a linear expert's input."""
@@ -211,6 +227,8 @@ class MemoryConfig(Part):
 
     def given_width(self, dim: int) -> int:
         """Numbers that a read gives."""
+        if self.keys == "ngram" and self.gate == "engram":
+            return self.value_width(dim) * self.reads
         return self.value_width(dim) * (self.expansion if self.read == "rows" else 1)
 
     @property

@@ -46,7 +46,7 @@ def time_run(config: Config, seconds: float = SECONDS, again: bool = False) -> d
         corpus, model, step = found.corpus, found.model, found.step
     else:
         corpus = open_corpus(config.corpus.path)
-        model, step = build_model(config, corpus.vocab.size).to(compute.device).eval(), 0
+        model, step = build_model(config, corpus.vocab.size, corpus.vocab).to(compute.device).eval(), 0
     if corpus.test is None:
         raise UserError("the corpus has no test split", str(corpus.path), "prepare it with held-out articles")
     speed = measure_speed(model, corpus, corpus.test, config, compute, seconds)

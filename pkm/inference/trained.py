@@ -40,7 +40,7 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
     corpus = open_corpus(config.corpus.path)
     loaded = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep).load(checkpoint)
     refuse_another_corpus(loaded, corpus)
-    model = build_model(config, corpus.vocab.size)
+    model = build_model(config, corpus.vocab.size, corpus.vocab)
     for name, table in model.tables().items():
         # As training kept it (optim.values.dtype).
         table.weight.data = table.weight.data.to(loaded.dtype(f"model.{name}.weight") or table.weight.dtype)

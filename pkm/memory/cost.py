@@ -50,6 +50,8 @@ def query(m: MemoryConfig, d: int) -> Cost:
 
     Kept are queries as projected; centred and normalised ones too, but where fast kernels fold the normalisation into keys.
     """
+    if m.keys == "ngram":
+        return Cost()
     widths = list(pairwise([d, *m.query.hidden, m.query.dim]))
     norm = {"none": 0, "rms": 1, "layer": 2, "batch": 2}[m.query.norm] * m.query.dim
     features = m.heads * m.query.dim
@@ -87,6 +89,11 @@ def tucker_keys(m: MemoryConfig, d: int) -> Cost:
     )
 
 
+def ngram_keys(m: MemoryConfig, d: int) -> Cost:
+    """Addresses are computed, not learnt; J indices and weights are kept, 64 and 32 bits each."""
+    return Cost(kept_fp32=3 * m.reads)
+
+
 def flat_keys(m: MemoryConfig, d: int) -> Cost:
     """H x K keys of q: 2 H K q FLOPs for the scores."""
     return _search(m, scores=m.heads * m.size, size=m.query.dim)
@@ -98,7 +105,7 @@ def _search(m: MemoryConfig, scores: int, size: int) -> Cost:
     Kept are H k indices and weights; by the reference kernels, whose indices are twice as large, all scores too. Heads that
     share keys hold them once; normalised keys have a gain of q numbers for each head that has keys of its own.
     """
-    selected = m.heads * m.knn
+    selected = m.reads
     reference = m.kernels == "reference"
     sets = 1 if m.keys_shared_by_heads else m.heads
     return Cost(
@@ -113,9 +120,7 @@ def rows(m: MemoryConfig, d: int) -> Cost:
     """A row of d numbers a slot; H k of them summed."""
     width, given = m.value_width(d), m.given_width(d)
     several = m.expansion * m.cores  # what each of these reads is a read of its own
-    return Cost(
-        row=width, widths=(width // m.cores,), selections=several, exchanged=given, flops=2 * m.heads * m.knn * width
-    )
+    return Cost(row=width, widths=(width // m.cores,), selections=several, exchanged=given, flops=2 * m.reads * width)
 
 
 def experts(m: MemoryConfig, d: int) -> Cost:
@@ -132,14 +137,17 @@ def linear_experts(m: MemoryConfig, d: int) -> Cost:
 
 
 def _experts(m: MemoryConfig, inputs: int, outputs: int) -> Cost:
-    reads, both = m.heads * m.knn, inputs + outputs
+    reads, both = m.reads, inputs + outputs
     return Cost(
         row=both, widths=(inputs, outputs), selections=2, exchanged=both, flops=2 * reads * both, kept_fp32=2 * reads
     )
 
 
 def as_it_is(m: MemoryConfig, d: int) -> Cost:
-    """What was read is what joins the residual stream; a map without bias where its width is not the model's."""
+    """What was read is what joins the residual stream; a map without bias where its width is not the model's, and of n-grams one
+    number that it is multiplied with."""
+    if m.keys == "ngram":
+        return Cost(parameters=1, flops=d)
     if not m.is_projected:
         return Cost()
     width = m.given_width(d)
@@ -150,6 +158,12 @@ def silu_gate(m: MemoryConfig, d: int) -> Cost:
     """Maps d -> dv -> d with biases; kept are what is read, the gate before and after its activation, and their product."""
     width = m.given_width(d)
     return Cost(parameters=2 * d * width + d + width, flops=4 * d * width, kept=4 * width)
+
+
+def context_gate(m: MemoryConfig, d: int) -> Cost:
+    """Maps dv -> d of key and value, weights of two norms; kept are what was read, key and value, and both normalised."""
+    width = m.given_width(d)
+    return Cost(parameters=2 * d * width + 2 * d, flops=4 * d * width + 2 * d, kept=width + 2 * d, kept_fp32=2 * d)
 
 
 def keys(m: MemoryConfig, d: int) -> Cost:
@@ -185,9 +199,18 @@ def kept_bytes(m: MemoryConfig, d: int, product: int) -> int:
     return sum(part.kept * product + part.kept_fp32 * FP32 for part in parts(m, d))
 
 
+def table_rows(m: MemoryConfig, memories: int) -> int:
+    """Slots of all tables of a section of so many memories."""
+    if m.keys == "ngram":
+        from pkm.memory.hashing import rows  # late: it takes NumPy
+
+        return rows(m, memories)
+    return m.size * (1 if m.share_values else memories)
+
+
 def touched_rows(m: MemoryConfig, tokens: int) -> int:
     """Slots that `tokens` tokens read at most."""
-    return min(m.size, tokens * m.heads * m.knn)
+    return min(m.size, tokens * m.reads)
 
 
 def summed(size: int, ranks: int) -> int:
@@ -197,7 +220,7 @@ def summed(size: int, ranks: int) -> int:
 
 def statistics(m: MemoryConfig) -> int:
     """Bytes of mean and variance of the H q query features, if the query's normalisation takes them over tokens."""
-    return 2 * m.heads * m.query.dim * FP32 if m.query.norm == "batch" else 0
+    return 2 * m.heads * m.query.dim * FP32 if m.query.norm == "batch" and m.keys != "ngram" else 0
 
 
 def sent_replicated(m: MemoryConfig, d: int, tokens: int, ranks: int, dense: bool) -> int:
@@ -218,7 +241,7 @@ def sent_sharded(m: MemoryConfig, d: int, tokens: int, ranks: int, product: int,
     rank, and their gradients back; of experts' first table tokens go and products come back, as many. `forwards`: 2 if
     activations are recomputed.
     """
-    reads = m.heads * m.knn * sum(part.selections for part in parts(m, d))
+    reads = m.reads * sum(part.selections for part in parts(m, d))
     selection = (ranks - 1) * tokens * reads * (forwards * (INDEX + FP32) + FP32)
     outputs = (ranks - 1) * tokens * sum(part.exchanged for part in parts(m, d)) // ranks * product * (forwards + 1)
     return selection + outputs

@@ -37,13 +37,13 @@ class Keys(Protocol):
         (N, H, k, cores)."""
 
 
-def build_keys(config: MemoryConfig) -> Keys:
-    """The keys that `memory.keys` names (pkm.config.kinds)."""
-    keys: Keys = named(KEYS[config.keys].build)(config)
+def build_keys(config: MemoryConfig, index: int = 0, layer: int = 1) -> Keys:
+    """The keys that `memory.keys` names (pkm.config.kinds), for memory `index` (from 0) of its section, at `layer` (from 1)."""
+    keys: Keys = named(KEYS[config.keys].build)(config, index, layer)
     return keys
 
 
-def product_keys(config: MemoryConfig) -> ProductKeys:
+def product_keys(config: MemoryConfig, index: int = 0, layer: int = 1) -> ProductKeys:
     assert config.sub_keys is not None
     keys = ProductKeys(
         config.heads, config.sub_keys, config.query.dim, config.keys_shared_by_heads, config.keys_norm == "rms"
@@ -52,7 +52,7 @@ def product_keys(config: MemoryConfig) -> ProductKeys:
     return keys
 
 
-def flat_keys(config: MemoryConfig) -> FlatKeys:
+def flat_keys(config: MemoryConfig, index: int = 0, layer: int = 1) -> FlatKeys:
     assert config.slots is not None
     keys = FlatKeys(
         config.heads, config.slots, config.query.dim, config.keys_shared_by_heads, config.keys_norm == "rms"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -42,17 +43,23 @@ class MemoryLayer(nn.Module):
     values: Values
     recall: Tensor | None = None
 
-    def __init__(self, config: MemoryConfig, dim: int, like: MemoryLayer | None = None):
-        """like    a memory of the same settings whose tables this one reads too: they stay its parts"""
+    def __init__(self, config: MemoryConfig, dim: int, like: MemoryLayer | None = None, index: int = 0, layer: int = 1):
+        """like    a memory of the same settings whose tables this one reads too: they stay its parts
+        index, layer    which of its section's memories it is, from 0, and where it stands, from 1
+        """
         super().__init__()
         backend.check(config.kernels)
-        self.heads, self.knn, self.wanted_kernels = config.heads, config.knn, config.kernels
-        self.query = QueryNetwork(config.query, dim, config.heads)
-        self.keys = build_keys(config)
+        hashed = config.keys == "ngram"
+        self.heads, self.knn = (config.reads, 1) if hashed else (config.heads, config.knn)
+        self.wanted_kernels = config.kernels
+        self.query = None if hashed else QueryNetwork(config.query, dim, config.heads)
+        self.keys = build_keys(config, index, layer)
         if like is None:
             # Of several cores each weighs columns of its own: they are rows of their own.
             cores = config.cores if config.read == "rows" else 1
-            self.values = Values(config.size * cores, config.value_width(dim) // cores, config.values_std)
+            rows = self.keys.slots if hashed else config.size * cores
+            std = 0.0 if hashed and config.gate == "none" and config.values_std is None else config.values_std
+            self.values = Values(rows, config.value_width(dim) // cores, std)
         else:
             borrow(self, "values", like.values)
         self.read: Read = build_read(config, dim, None if like is None else like.read)
@@ -68,21 +75,23 @@ class MemoryLayer(nn.Module):
         """Of kinds whose first weights depend on the model around them: its layers, and its feed-forward networks' width."""
         begin = getattr(self.keys, "begin", None)
         if begin is not None:
-            gains = None if self.query.norm is None else self.query.norm.weight
+            gains = None if self.query is None or self.query.norm is None else self.query.norm.weight
             own = [m.weight for m in self.modules() if isinstance(m, Values)]
             begin(gains, own, config, dim, layers, ffn)
 
     def addressing(self) -> Iterator[nn.Parameter]:
         """The parameters that decide which slots are read."""
-        return chain(self.query.parameters(), self.keys.parameters())  # type: ignore[attr-defined]
+        return chain(*(part.parameters() for part in (self.query, self.keys) if isinstance(part, nn.Module)))
 
     def output_share(self) -> float:
         """rms of the last recorded output over rms of the residual stream that it was added to."""
         output, residual = self.squares
         return float((output / residual).sqrt())
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, back: Tensor | None = None) -> Tensor:
         """x (B, T, d), mask (B, T) bool with True for real tokens, None if all are -> (B, T, d); 0 for padding, which reads nothing.
+
+        back    (B, T, n) of n-grams: a token's canonical id and those before it (pkm.memory.ngram.looking_back)
 
         UserError if the kernels that the config wants cannot run where the weights are.
         """
@@ -90,7 +99,8 @@ class MemoryLayer(nn.Module):
             self._choose()
         tokens = x.reshape(-1, x.shape[-1])
         real = None if mask is None else mask.flatten()
-        query = self.query(tokens, real)
+        # n-grams ask with ids.
+        query: Any = self.query(tokens, real) if self.query is not None else back.flatten(0, 1)  # type: ignore[union-attr]
         indices, weights = self.keys.select(query, self.knn)
         if self.record:
             # Padding too: compiled code cannot have a size that depends on how many tokens are padding.

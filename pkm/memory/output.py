@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pkm.config.kinds import GATES, named
 from pkm.config.schema import MemoryConfig
+from pkm.memory.ngram import Scaled
 
 
 class Output(Protocol):
@@ -27,7 +28,9 @@ def build_output(config: MemoryConfig, dim: int) -> Output:
     return output
 
 
-def as_it_is(config: MemoryConfig, dim: int) -> AsItIs | Projection:
+def as_it_is(config: MemoryConfig, dim: int) -> AsItIs | Projection | Scaled:
+    if config.keys == "ngram":
+        return Scaled()
     if not config.is_projected:
         return AsItIs()
     width = config.given_width(dim)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pkm.config.kinds import READS, named
 from pkm.config.schema import MemoryConfig
+from pkm.memory.ngram import SideBySide
 from pkm.memory.values import Values, borrow
 from pkm.memory.virtual import LinearExperts, VirtualRows
 
@@ -38,7 +39,9 @@ def build_read(config: MemoryConfig, dim: int, like: Read | None = None) -> Read
     return read
 
 
-def rows(config: MemoryConfig, dim: int) -> Rows | VirtualRows:
+def rows(config: MemoryConfig, dim: int) -> Rows | VirtualRows | SideBySide:
+    if config.keys == "ngram" and config.gate == "engram":
+        return SideBySide()
     return VirtualRows(config) if config.expansion > 1 or config.cores > 1 else Rows()
 
 

@@ -21,7 +21,7 @@ RECALL_TOKENS = 16
 RECALL_SCORES = 1 << 24
 
 
-def tucker_keys(config: MemoryConfig) -> TuckerKeys:
+def tucker_keys(config: MemoryConfig, index: int = 0, layer: int = 1) -> TuckerKeys:
     return TuckerKeys(config)
 
 

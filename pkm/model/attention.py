@@ -34,6 +34,7 @@ class Past:
         shape = (config.layers, batch, config.kv_heads or config.heads, context, config.dim // config.heads)
         self.keys, self.values = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
         self.length = 0
+        self.recent: Tensor | None = None  # canonical ids of the last tokens, where n-grams are looked up
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append to a layer, from 0, those of T more tokens (B, G, T, d / H) -> of all tokens so far (B, G, length + T, d / H)."""
@@ -50,6 +51,8 @@ class Places(NamedTuple):
     """(B or 1, 1, T, d / H / 2) fp32, by which rotary positions turn each pair of a head's numbers."""
     visible: Tensor | None = None
     """(B or 1, 1, T, S) bool, which tokens each token sees; None = itself and all before it."""
+    back: Tensor | None = None
+    """(B, T, n) int64, where n-grams are looked up: canonical ids of each token and of those before it, nearest first."""
 
 
 def token_places(

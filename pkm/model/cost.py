@@ -84,7 +84,7 @@ def parameters(config: Config, vocab_size: int) -> Parameters:
         norms=norms * norm * d,
         query=_of_memories(config, lambda m: of_memory.query(m, d).parameters),
         keys=_of_memories(config, lambda m: of_memory.keys(m, d).parameters),
-        values=_of_tables(config, lambda m, _: m.size * of_memory.row(m, d)),
+        values=sum(of_memory.table_rows(m, len(config.layers_of(m))) * of_memory.row(m, d) for m in config.memories),
         read=_of_memories(config, lambda m: sum(of(m, d).parameters for of in (of_memory.read, of_memory.output))),
         experts=len(config.expert_layers) * _experts(config, model.experts.count) if model.experts else 0,
         output=0 if model.tie_embeddings else vocab_size * d,

@@ -92,13 +92,22 @@ def _rows_of_a_memory(config: Config, m: MemoryConfig) -> list[Row]:
     if m.expansion > 1:
         keys += f" x {m.expansion}"
     return [
-        ("memory at layers", layers, {"replace": "in place of", "beside": "beside", "after": "after"}[m.place]
-         + " the feed-forward network"),
-        ("slots of a memory", keys, f"{m.keys} keys, H = {m.heads}, k = {m.knn}, query {m.query.dim} "
-         f"({m.query.norm} norm){_of_keys(m)}, kernels: {m.kernels}"),
+        ("memory at layers", layers, {"replace": "in place of the feed-forward network", "beside": "beside the feed-forward "
+         "network", "after": "after the feed-forward network", "before": "added to what the block gets"}[m.place]),
+        ("slots of a memory", keys, f"{_address(m)}, kernels: {m.kernels}"),
         ("bytes per slot", f"{bytes_per_slot(config, m):,}", f"value {config.optim.values.dtype}, Adam's moments "
          f"{config.optim.values.state_dtype}, update: {config.optim.values.update}{_of_values(m)}"),
     ]  # fmt: skip
+
+
+def _address(m: MemoryConfig) -> str:
+    """How a token comes to its slots."""
+    if m.keys == "ngram":
+        return (
+            f"hashes of the last {', '.join(map(str, m.orders))} ids, {m.heads} of each, of about {m.slots:,} rows each"
+        )
+    query = f"query {m.query.dim} ({m.query.norm} norm)"
+    return f"{m.keys} keys, H = {m.heads}, k = {m.knn}, {query}{_of_keys(m)}"
 
 
 def _of_keys(m: MemoryConfig) -> str:

@@ -15,11 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from pkm.config.schema import Config, MemoryConfig, ModelConfig
 from pkm.distributed import dist
 from pkm.memory.layer import MemoryLayer
+from pkm.memory.ngram import NgramKeys, looking_back
 from pkm.memory.values import Values, tables
 from pkm.model.attention import Attention, Past, Places, build_norm, token_places
 from pkm.model.dropout import dropout as drop
 from pkm.model.experts import Experts
 from pkm.model.loss import linear_cross_entropy
+from pkm.text.canonical import canonical_ids
+from pkm.text.vocab import PAD_ID, Vocab
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x).square(), "swiglu": F.silu,
@@ -51,7 +54,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention, then a feed-forward network, a memory, or both; each sublayer in a residual sum with a norm.
 
-    post-norm (XLM): x <- norm(x + f(x));  pre-norm: x <- x + f(norm(x)).
+    post-norm (XLM): x <- norm(x + f(x));  pre-norm: x <- x + f(norm(x)). A memory of n-grams before all: x <- x + m(x).
     """
 
     def __init__(self, config: Config, layer: int, first: dict[MemoryConfig, MemoryLayer]):
@@ -70,7 +73,7 @@ class Block(nn.Module):
             self.feed_forward = FeedForward(config.model, config.ffn)
         self.memory: MemoryLayer | None = None
         for name, m in memories.items():
-            memory = MemoryLayer(m, dim, first.get(m))
+            memory = MemoryLayer(m, dim, first.get(m), config.layers_of(m).index(layer), layer)
             memory.begin(m, dim, config.model.layers, config.ffn)
             setattr(self, name, memory)
             if m.share_values:
@@ -82,12 +85,15 @@ class Block(nn.Module):
         self, x: Tensor, mask: Tensor | None, places: Places, past: Past | None = None, layer: int = 0
     ) -> Tensor:
         """x (B, T, d); mask (B, T) bool, True for tokens that are not padding, or None if none are; the rest as Attention's."""
+        back = places.back
+        if "before" in self.names:
+            x = x + drop(self._memory("before", x, mask, x, back), self.dropout, self.training)
         x = self._sublayer(0, x, lambda h: self.attention(h, places, past, layer))
         residual = x
-        x = self._sublayer(1, x, lambda h: self._feed_forward(h, mask, residual))
+        x = self._sublayer(1, x, lambda h: self._feed_forward(h, mask, residual, back))
         if "after" in self.names:
             after = x
-            x = self._sublayer(2, x, lambda h: self._memory("after", h, mask, after))
+            x = self._sublayer(2, x, lambda h: self._memory("after", h, mask, after, back))
         return x
 
     def _sublayer(self, i: int, x: Tensor, f) -> Tensor:  # type: ignore[no-untyped-def]
@@ -95,16 +101,16 @@ class Block(nn.Module):
         y = drop(f(norm(x) if self.pre_norm else x), self.dropout, self.training)
         return x + y if self.pre_norm else norm(x + y)
 
-    def _feed_forward(self, x: Tensor, mask: Tensor | None, residual: Tensor) -> Tensor:
+    def _feed_forward(self, x: Tensor, mask: Tensor | None, residual: Tensor, back: Tensor | None = None) -> Tensor:
         if self.feed_forward is None:
-            y = self._memory("replace", x, mask, residual)
+            y = self._memory("replace", x, mask, residual, back)
         else:
             y = self.feed_forward(x, mask) if isinstance(self.feed_forward, Experts) else self.feed_forward(x)
-        return y + self._memory("beside", x, mask, residual) if "beside" in self.names else y
+        return y + self._memory("beside", x, mask, residual, back) if "beside" in self.names else y
 
-    def _memory(self, place: str, x: Tensor, mask: Tensor | None, residual: Tensor) -> Tensor:
+    def _memory(self, place: str, x: Tensor, mask: Tensor | None, residual: Tensor, back: Tensor | None) -> Tensor:
         memory: MemoryLayer = getattr(self, self.names[place])
-        y = memory(x, mask)
+        y: Tensor = memory(x, mask, back)
         if memory.record:
             memory.squares = y.detach().float().square().mean(), residual.detach().float().square().mean()
         return y
@@ -117,9 +123,13 @@ class Transformer(nn.Module):
     as in XLM, the blocks, and with pre-norm one more norm before the output. What else each can be: `ModelConfig`.
 
     activation_checkpointing    in training keep only each block's input, and run it again in backward
+    canonical                   (V,) int64, where there are n-gram memories: ids that read alike have one number
     """
 
-    def __init__(self, config: Config, vocab_size: int):
+    canonical: Tensor
+
+    def __init__(self, config: Config, vocab_size: int, vocab: object = None):
+        """vocab    whose ids these are; if it is no Vocab, every id is its own canonical one"""
         super().__init__()
         self.config = model = config.model
         self.context, self.z_loss = config.corpus.context, config.optim.z_loss
@@ -129,6 +139,13 @@ class Transformer(nn.Module):
         self.embedding_norm = build_norm(model, model.dim) if model.embedding_norm else nn.Identity()
         first: dict[MemoryConfig, MemoryLayer] = {}
         self.blocks = nn.ModuleList(Block(config, layer, first) for layer in range(1, model.layers + 1))
+        self.longest = max((order for m in config.memories if m.keys == "ngram" for order in m.orders), default=0)
+        if self.longest:
+            found = torch.from_numpy(canonical_ids(vocab)) if isinstance(vocab, Vocab) else torch.arange(vocab_size)
+            self.register_buffer("canonical", found)
+            for _, memory in self.memories():
+                if isinstance(memory.keys, NgramKeys):
+                    memory.keys.know(int(found.max()) + 1)
         self.final_norm = build_norm(model, model.dim) if model.norm == "pre" else nn.Identity()
         self.output = None if model.tie_embeddings else nn.Embedding(vocab_size, model.dim)
         self.output_bias = nn.Parameter(torch.zeros(vocab_size)) if model.bias else None
@@ -186,6 +203,8 @@ class Transformer(nn.Module):
         """
         first = 0 if past is None else past.length
         positions, places = token_places(self.config, ids.shape[1], first, documents, ids.device)
+        if self.longest:
+            places = places._replace(back=self._looking_back(ids, past, documents))
         x = self.tokens(ids)
         if self.positions is not None:
             x = x + self.positions(positions)
@@ -200,6 +219,15 @@ class Transformer(nn.Module):
         if past is not None:
             past.length += ids.shape[1]
         return self.final_norm(x)
+
+    def _looking_back(self, ids: Tensor, past: Past | None, documents: Tensor | None) -> Tensor:
+        """(B, T, longest): what n-gram memories address with; `past` remembers what the next tokens need of it."""
+        own = self.canonical[ids]
+        before = past.recent if past is not None and past.length else None
+        back = looking_back(own, self.longest, self.canonical[PAD_ID], before, documents)
+        if past is not None:
+            past.recent = back[:, -1, : self.longest - 1].flip(-1)
+        return back
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., d) -> (..., V)."""
@@ -224,10 +252,10 @@ class Transformer(nn.Module):
         return loss
 
 
-def build_model(config: Config, vocab_size: int) -> Transformer:
-    """The model of `config` with weights that depend on `config.seed` alone."""
+def build_model(config: Config, vocab_size: int, vocab: object = None) -> Transformer:
+    """The model of `config` with weights that depend on `config.seed` alone; `vocab` as in Transformer."""
     torch.manual_seed(config.seed)
-    return Transformer(config, vocab_size)
+    return Transformer(config, vocab_size, vocab)
 
 
 def parameters(model: Transformer) -> tuple[int, int]:

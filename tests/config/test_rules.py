@@ -19,6 +19,8 @@ README = Path(__file__).parents[2] / "README.md"
 
 RULES = [*IMPOSSIBLE, *((f"memory.{key}", *rule) for key, *rule in OF_A_MEMORY)]
 
+NGRAM = ["memory.keys=ngram", "memory.sub_keys=null", "memory.slots=500"]
+
 # One case for each of RULES, in their order: overrides of a good config that break it.
 BREAKS: list[tuple[str, list[str]]] = [
     ("model.heads", ["model.heads=7"]),
@@ -56,6 +58,12 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("memory.read", ["memory.keys=tucker", "memory.read=experts"]),
     ("memory.input_dim", ["memory.input_dim=32"]),
     ("memory.kernels", ["memory.keys=tucker", "memory.kernels=faiss"]),
+    ("memory.place", ["memory.place=before"]),
+    ("memory.orders", [*NGRAM, "memory.orders=[3, 2]"]),
+    ("memory.read", [*NGRAM, "memory.read=experts"]),
+    ("memory.keys_norm", [*NGRAM, "memory.keys_norm=rms"]),
+    ("memory.share_values", [*NGRAM, "memory.share_values=true"]),
+    ("memory.values_dim", [*NGRAM, "memory.values_dim=8"]),
 ]
 
 

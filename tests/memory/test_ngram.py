@@ -1,0 +1,252 @@
+"""Memories of n-grams (Engram, 2026), with the context's gate, and plain tables of bigrams."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from pkm.checkpoint.checkpoints import Checkpoints
+from pkm.config.load import dump
+from pkm.config.schema import MemoryConfig
+from pkm.corpus.store import open_corpus
+from pkm.device import decide
+from pkm.evaluation.report import report
+from pkm.inference.export import export, load_exported
+from pkm.inference.generate import Reader
+from pkm.inference.trained import load_trained
+from pkm.memory import hashing
+from pkm.memory.layer import MemoryLayer
+from pkm.memory.ngram import NgramKeys, looking_back
+from pkm.model import cost
+from pkm.model.summary import summary
+from pkm.model.transformer import build_model, parameters
+from pkm.run.run import Run
+from pkm.run.stop import StopFlag
+from pkm.text.canonical import canonical, canonical_ids
+from pkm.text.vocab import Vocab
+from pkm.train import loop
+from pkm.train.optim import build_optimizers
+from pkm.train.parallel import apply_parallelism
+from pkm.train.state import restore
+from tests.support.fork import on_ranks
+from tests.support.tiny import VOCAB_SIZE, everything, tiny_config
+
+ENGRAM = {
+    "layers": [1, 2], "keys": "ngram", "orders": [2, 3], "heads": 2, "slots": 30, "gate": "engram", "place": "before",
+    "sub_keys": None,
+}  # fmt: skip
+BIGRAMS = {**ENGRAM, "orders": [2], "heads": 1, "gate": "none", "layers": [2]}
+BOTH = pytest.mark.parametrize("memory", [ENGRAM, BIGRAMS], ids=["Engram", "bigrams"])
+
+# Computed from the paper's rules (not by this code), at V' = 100, seed 0, [500, 500] rows, 2 heads, layers 1 and 15 (from 0),
+# padding 2: of each layer its primes, its multipliers, and for canonical ids 3 7 9 3 7 each order's and head's row.
+GOLDEN = {
+    1: (
+        (503, 509, 521, 523),
+        (75936276614146333, 4795930018386233, 35633158494689637),
+        [[473, 415, 249, 18, 415], [497, 84, 176, 202, 84], [484, 168, 149, 379, 279], [481, 142, 93, 115, 248]],
+    ),
+    15: (
+        (541, 547, 557, 563),
+        (28656513679687635, 55511705102368817, 53439361606171023),
+        [[294, 218, 260, 242, 218], [6, 120, 4, 427, 120], [286, 21, 215, 100, 370], [25, 225, 329, 333, 182]],
+    ),
+}
+
+
+def config(**more) -> MemoryConfig:
+    return MemoryConfig(**{**ENGRAM, "heads": 2, "slots": 500, **more})
+
+
+@pytest.mark.parametrize("index, layer", [(0, 1), (1, 15)])
+def test_addresses_are_the_papers(index: int, layer: int) -> None:
+    sizes, multipliers, expected = GOLDEN[layer]
+    assert hashing.sizes(config(), index) == sizes
+    assert hashing.multipliers(layer, 3, 100).tolist() == list(multipliers)
+    keys = NgramKeys(config(), index, layer + 1)
+    keys.know(100)
+    back = looking_back(torch.tensor([[3, 7, 9, 3, 7]]), 3, torch.tensor(2), None, None)
+    rows, weights = keys.select(back.flatten(0, 1), 1)
+    offsets = torch.tensor([0, *np.cumsum(sizes)[:-1]])
+    assert (rows.squeeze(-1) - offsets).T.tolist() == expected and (weights == 1).all()
+    assert keys.slots == sum(sizes)
+
+
+def test_pieces_that_read_alike_have_one_number_in_order_of_first_appearance() -> None:
+    vocab = Vocab(
+        ["The", "the@@", "caf\u00e9", "CAFE", "\ufb01", "fi@@", "a\ufffd", "A\ufffd", "<s"], [1] * 9, specials=()
+    )
+    assert canonical_ids(vocab).tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9]
+    assert canonical(" \t ") == " " and canonical(" x\n") == "x" and canonical("\ud800") == "\ud800"
+
+
+def test_a_token_is_looked_up_by_itself_and_those_before_it_in_its_document() -> None:
+    ids, documents = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]])
+    plain = looking_back(ids, 3, torch.tensor(2), None, None)
+    assert plain.tolist() == [[[5, 2, 2], [6, 5, 2], [7, 6, 5], [8, 7, 6]]]
+    apart = looking_back(ids, 3, torch.tensor(2), None, documents)
+    assert apart.tolist() == [[[5, 2, 2], [6, 5, 2], [7, 2, 2], [8, 7, 2]]]
+
+
+@BOTH
+def test_no_token_changes_what_is_said_before_it_nor_in_another_document(memory: dict) -> None:
+    c = tiny_config(memory={**memory, "values_std": 0.5}, model={"document_mask": True})
+    model = build_model(c, VOCAB_SIZE).eval()
+    ids = torch.randint(14, VOCAB_SIZE, (1, 8))
+    other = ids.clone()
+    other[0, 3] = (ids[0, 3] - 14 + 1) % 36 + 14
+    documents = torch.tensor([[0] * 5 + [1] * 3])
+    rows = []
+    for given in (ids, other):
+        for _, m in model.memories():
+            m.record = True
+        with torch.no_grad():
+            hidden = model.hidden(given, documents=documents)
+        rows.append((model.memory(2).selection[0].squeeze(-1), hidden))
+    longest = max(memory["orders"])
+    changed = (rows[0][0] != rows[1][0]).any(-1).nonzero().squeeze(1).tolist()
+    assert changed and set(changed) <= set(range(3, min(3 + longest, 5)))
+    same = [0, 1, 2, 5, 6, 7]
+    torch.testing.assert_close(rows[0][1][:, same], rows[1][1][:, same])
+    assert not torch.allclose(rows[0][1][:, 3], rows[1][1][:, 3])
+
+
+def test_what_is_read_is_gated_by_how_it_fits_the_context() -> None:
+    torch.manual_seed(0)
+    memory = MemoryLayer(config(slots=50), 12).double()
+    memory.keys.know(40)
+    with torch.no_grad():
+        for norm in memory.output.norms:
+            norm.weight.uniform_(0.5, 2)
+    x, back = torch.randn(2, 5, 12).double(), torch.randint(0, 40, (2, 5, 3))
+    memory.record = True
+    out = memory(x, None, back)
+    rows = memory.selection[0].squeeze(-1).unflatten(0, (2, 5))
+    e = memory.values.weight[rows].flatten(-2)  # (B, T, J w)
+    assert e.shape[-1] == 12
+    w, v = memory.output.key.weight, memory.output.value.weight
+
+    def rms(t: torch.Tensor, norm: torch.nn.RMSNorm) -> torch.Tensor:
+        return t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+
+    a = torch.sigmoid(
+        (rms(x, memory.output.norms[0]) * rms(e @ w.T, memory.output.norms[1])).sum(-1, keepdim=True) / 12**0.5
+    )
+    assert ((a > 0) & (a < 1)).all()
+    torch.testing.assert_close(out, a * (e @ v.T))
+    with torch.no_grad():
+        w.zero_()
+    torch.testing.assert_close(memory(x, None, back), 0.5 * e @ v.T)
+
+
+def test_a_plain_table_is_summed_scaled_and_begins_as_nothing() -> None:
+    c = tiny_config(memory=BIGRAMS)
+    model, dense = build_model(c, VOCAB_SIZE).eval(), build_model(tiny_config(memory=None), VOCAB_SIZE).eval()
+    dense.load_state_dict({n: t for n, t in model.state_dict().items() if n in dense.state_dict()})
+    ids = torch.randint(14, VOCAB_SIZE, (2, 8))
+    torch.testing.assert_close(model.hidden(ids), dense.hidden(ids))
+    memory = model.memory(2)
+    with torch.no_grad():
+        memory.values.weight.normal_()
+    memory.record = True
+    model.hidden(ids)
+    back = model._looking_back(ids, None, None)
+    expected = 0.1 * memory.values.weight[memory.selection[0].squeeze(-1)].sum(1)
+    torch.testing.assert_close(memory(torch.zeros(2, 8, 16), None, back).flatten(0, 1), expected)
+
+
+@BOTH
+def test_a_text_that_is_read_token_by_token_is_read_as_it_is_whole(memory: dict) -> None:
+    model = build_model(tiny_config(memory={**memory, "values_std": 0.5}), VOCAB_SIZE).eval()
+    ids = torch.randint(14, VOCAB_SIZE, (3, 12))
+    with torch.no_grad():
+        reader = Reader(model, ids[:, :3])
+        for length in range(3, 12):
+            window = reader.ids if length <= 8 else reader.ids[:, -reader._past.length - 1 :]
+            if length <= 8:
+                expected = model.logits(model.hidden(window)[:, -1])
+                torch.testing.assert_close(reader.logits(), expected, rtol=1e-4, atol=1e-5)
+            else:
+                assert reader.logits().isfinite().all()
+            reader.append(ids[:, length : length + 1])
+
+
+@BOTH
+def test_parameters_and_work_are_counted(memory: dict) -> None:
+    c = tiny_config(memory=memory)
+    found, model = cost.parameters(c, VOCAB_SIZE), build_model(c, VOCAB_SIZE)
+    assert (found.dense, found.values) == parameters(model)
+    assert found.total == sum(p.numel() for p in model.parameters())
+    assert found.query == found.keys == cost.traffic(c, VOCAB_SIZE, 2).batch_norm == 0
+    assert any("hashes of the last" in remark for _, _, remark in summary(c, VOCAB_SIZE))
+    work = cost.flops(c, VOCAB_SIZE)
+    # 4 rows of 4 numbers, or one of 16; the gate's two maps 16 -> 16 and its product, or the scale.
+    assert work.read == (2 * (2 * 16 + 4 * 16 * 16 + 2 * 16) if memory is ENGRAM else 2 * 16 + 16)
+
+
+def test_the_table_of_the_papers_27b_model_has_5_8_billion_numbers() -> None:
+    memory = {**ENGRAM, "layers": [2, 15], "heads": 8, "slots": 2_262_400, "values_dim": 80}
+    found = cost.parameters(tiny_config(model={"layers": 30, "dim": 2560, "heads": 20}, memory=memory), 1000).values
+    assert found == pytest.approx(2 * 2 * 8 * 2_262_400 * 80, rel=1e-3)
+
+
+@BOTH
+def test_it_trains_and_a_resumed_run_is_the_same_to_the_last_bit_and_can_be_exported(
+    train, tmp_path, memory: dict
+) -> None:
+    model, optim, _, straight = train(name="straight", memory=memory)
+    train(name="resumed", memory=memory, optim={"steps": 10})
+    resumed, its_optim, _, _ = train(name="resumed", memory=memory)
+    ours, theirs = everything(resumed, its_optim), everything(model, optim)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert trained[-1]["loss"] < trained[0]["loss"]
+    assert list(trained[-1]["memories"]) == [str(layer) for layer in memory["layers"]]
+    moved = {name: t.abs().sum() > 0 for name, t in theirs.items() if name.endswith("values.weight.mean")}
+    assert moved and all(moved.values())
+    found = load_trained(straight, "latest")
+    export(found, tmp_path / "exported")
+    ids = torch.randint(14, VOCAB_SIZE, (1, 8))
+    with torch.no_grad():
+        expected = model.eval().hidden(ids)
+        torch.testing.assert_close(found.model.hidden(ids), expected)
+        torch.testing.assert_close(load_exported(tmp_path / "exported").model.hidden(ids), expected)
+
+
+def test_ids_that_read_alike_are_one_in_a_trained_model(train, tiny_corpus_path) -> None:
+    model, *_ = train(name="a", memory=ENGRAM, optim={"steps": 1})
+    vocab = open_corpus(tiny_corpus_path).vocab
+    assert model.canonical.tolist() == canonical_ids(vocab).tolist()
+    expected = hashing.multipliers(1, 3, int(model.canonical.max()) + 1)
+    assert model.memory(2).keys.multipliers.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("values", ["replicated", "sharded"])
+@BOTH
+def test_two_ranks_train_it_as_one_does(tiny_corpus_path, tmp_path, values: str, memory: dict) -> None:
+    def run(name, steps):
+        c = tiny_config(
+            name=name, runs=str(tmp_path), corpus={"path": str(tiny_corpus_path)}, memory=memory, parallel={"values": values},
+            optim={"steps": steps, "dense": {"schedule": "constant"}},
+        )  # fmt: skip
+        corpus, compute = open_corpus(c.corpus.path), decide(c)
+        with Run.open(c, dump(c)) as opened:
+            model = apply_parallelism(build_model(c, corpus.vocab.size, corpus.vocab), c)
+            optim = build_optimizers(c.optim, model)
+            state = restore(opened, compute, model, optim, corpus)
+            loop.train(opened, compute, corpus, model, optim, state, StopFlag())
+            report(opened, compute, corpus, model, StopFlag())
+
+    on_ranks(2, lambda rank: run("two", 4))
+    run("one", 4)
+    whole, alone = (
+        Checkpoints(tmp_path / name / "checkpoints", keep=3).load("latest").tensors for name in ("two", "one")
+    )
+    assert {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in alone.items()}
+    table = "blocks.1.memory.values.weight"
+    for name in (f"model.{table}", f"optim.values.{table}.mean"):
+        torch.testing.assert_close(whole[name], alone[name], rtol=1e-3, atol=1e-4)
+    used = json.loads((tmp_path / "two" / "report.json").read_text())["evaluation"]["memories"]["2"]
+    assert 0 < used["percent"] <= 100 and used["shared_by_two_heads"] == 0
