@@ -67,6 +67,9 @@ def checked(settings: Mapping[str, Any]) -> MemoryConfig:
         # All the rules of a run's config that read nothing but its memory.
         found = impossible(Config.model_construct({"memory"}, memory=config))
         errors = [UserError(what, key.removeprefix("memory."), fix.replace("memory.", "")) for key, what, fix in found]
+        if config.keys not in ("product", "flat"):
+            what = f"{config.keys} keys depend on the model around them: on its layers, or on ids of tokens"
+            errors = [*errors, UserError(what, "keys", "choose product or flat, or train with a config")]
     if errors:
         raise UserErrors("ProductKeyMemory cannot be made of these settings", list(errors))
     return config

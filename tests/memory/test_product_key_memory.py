@@ -16,6 +16,7 @@ from pkm.config.schema import MemoryConfig, QueryConfig, ValuesOptim
 from pkm.errors import UserErrors
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.layer import MemoryLayer
+from pkm.memory.values import tables
 
 SMALL = {"sub_keys": 8, "heads": 2, "knn": 3, "query": {"dim": 8}}
 
@@ -48,11 +49,11 @@ def test_any_number_of_dimensions_goes_before_the_width():
 
 def test_every_mistake_is_said_at_once_by_the_name_of_its_argument():
     with pytest.raises(
-        UserErrors, match=r"keys: must be one of: product, flat\n- knn: Input should be a valid integer"
+        UserErrors, match=r"keys: must be one of: product, flat, .*\n- knn: Input should be a valid integer"
     ):
         ProductKeyMemory(16, sub_keys=8, keys="produkt", knn="many")
-    with pytest.raises(UserErrors, match=r"query\.norm: Input should be 'batch', 'layer' or 'none'"):
-        ProductKeyMemory(16, sub_keys=8, query={"norm": "rms"})
+    with pytest.raises(UserErrors, match=r"query\.norm: Input should be 'batch', 'layer', 'rms' or 'none'"):
+        ProductKeyMemory(16, sub_keys=8, query={"norm": "max"})
     with pytest.raises(
         UserErrors, match=r"sub_keys: product keys need their number.*\n  fix: write for example `sub_keys"
     ):
@@ -126,3 +127,18 @@ def test_moved_weights_are_computed_by_what_fits_them_and_shared_tables_are_one(
     assert first.backend.name == second.values.backend.name == first.query.norm.backend.name == "torch"
     model.to("meta")
     assert first.backend.name == first.values.backend.name == first.keys.backend.name == "reference"
+
+
+@pytest.mark.parametrize("keys", [{"keys": "tucker", "sub_keys": 64}, {"keys": "ngram", "slots": 100}])
+def test_kinds_that_need_the_model_around_them_are_refused(keys):
+    with pytest.raises(UserErrors, match=r"keys: .* keys depend on the model around them"):
+        ProductKeyMemory(16, **keys)
+
+
+def test_the_settings_of_memory_plus_and_peer_are_arguments_too():
+    memory = ProductKeyMemory(
+        16, sub_keys=8, heads=2, knn=3, query={"dim": 8, "norm": "rms"}, keys_norm="rms", keys_shared_by_heads=True,
+        read="experts", activation="relu", gate="silu", values_dim=6,
+    )  # fmt: skip
+    assert memory(torch.randn(3, 16)).shape == (3, 16)
+    assert [table.weight.shape[1] for table in tables(memory).values()] == [6, 16]
