@@ -25,7 +25,7 @@ from pkm.errors import UserError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "paper"
 
-NAMED = ("layers", "dim", "memories", "slots", "batchnorm", "position", "keys", "heads", "knn")
+NAMED = ("name", "layers", "dim", "memories", "slots", "batchnorm", "position", "keys", "heads", "knn")
 COORDINATE = rf"^({'|'.join(NAMED)}|\w+(\.\w+)+)$"
 COORDINATE_IN_WORDS = f"{', '.join(NAMED)}, or any setting by its dotted key, as optim.dense.lr"
 Coordinate = Annotated[str, Field(pattern=COORDINATE, json_schema_extra={"patternErrorMessage": COORDINATE_IN_WORDS})]
@@ -68,6 +68,8 @@ class GridSettings(Part):
     """Its heading in a report."""
     about: str
     """What it compares, in a sentence or two."""
+    sizes_of: str | None = None
+    """The scale whose sizes it has already: of that scale only the other settings are taken, and at no other can it be run."""
     start: str
     """The run config, relative to this file, that the cells change."""
     rows: tuple[Coordinate, ...]
@@ -153,12 +155,17 @@ def load_grid(name: str, scale: str, overrides: Sequence[str] = (), folder: Path
     name, scale = file.stem, size_file.stem
     settings = load_file(file, (), GridSettings).config
     sizes = load_file(size_file, (), Scale).config
+    if settings.sizes_of == scale:
+        sizes = sizes.model_copy(update={"layers": {}, "dim": {}, "sub_keys": {}, "knn": {}})
+    elif settings.sizes_of is not None:
+        fix = f"--scale {settings.sizes_of}, or copy the file and write other sizes into it"
+        raise UserError(f"it has sizes of scale {settings.sizes_of}, not of {scale}", str(file), fix)
     start = file.parent / settings.start
     if not start.exists() and (folder / settings.start).exists():
         start = folder / settings.start  # a grid elsewhere may start from the paper's models
     cells = []
     for cell in settings.cells:
-        original = load(start, cell.set).config
+        original = load(start, cell.set).config.model_copy(update={"name": cell.name})
         arguments = (*cell.set, *_scaled(original, sizes, scale), *_others(original, sizes, name, overrides))
         config = load(start, arguments).config
         config = config.model_copy(update={"name": f"reproduce/{scale}/{cell.name}"})
@@ -169,6 +176,8 @@ def load_grid(name: str, scale: str, overrides: Sequence[str] = (), folder: Path
 
 def coordinate(config: Config, key: Coordinate) -> int | str | bool | None:
     """Where a config stands on one axis of a grid; None where a dense model has no place on it."""
+    if key == "name":  # of the cell
+        return config.name.rpartition("/")[2]
     if "." in key:
         return setting(config, key)
     m = config.memories[0] if config.memories else None
@@ -239,7 +248,7 @@ def _scaled(original: Config, scale: Scale, name: str) -> list[str]:
         sizes.append((f"{section}.knn", m.knn, size("memory.knn", scale.knn, m.knn)))
         if m.sub_keys is not None:
             sizes.append((f"{section}.sub_keys", m.sub_keys, size("memory.sub_keys", scale.sub_keys, m.sub_keys)))
-        if m.slots is not None:
+        if m.slots is not None and scale.sub_keys:
             side = size("memory.sub_keys", scale.sub_keys, math.isqrt(m.slots))
             sizes.append((f"{section}.slots", m.slots, side**2))
         if m.layers is not None:
@@ -258,8 +267,9 @@ def _named(folder: Path, name: str, known: Sequence[str], kind: str) -> Path:
         return folder / f"{name}.yaml"
     if name.endswith((".yaml", ".yml")):
         return Path(name)
-    if (study := folder.parent / "recipes" / f"{name}.yaml").exists():
-        return study
+    for other in ("recipes", "memories"):
+        if (found := folder.parent / other / f"{name}.yaml").exists():
+            return found
     guess = nearest(name, list(known))
     fix = f"did you mean {guess}?" if guess else f"there are: {', '.join(known)}"
     raise UserError(f"no {kind} is called {name!r}", fix=f"{fix} (or name a YAML file of your own)")
