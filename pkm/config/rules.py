@@ -97,6 +97,24 @@ IMPOSSIBLE: list[Rule] = [
         lambda c: "update: dense keeps Adam's moments of the values in fp32",
         "use update: sparse, or state_dtype: fp32",
     ),
+    (
+        "optim.values.weight_decay",
+        lambda c: c.optim.values.weight_decay > 0 and c.optim.values.update == "in_backward",
+        lambda c: "update: in_backward moves rows by their gradients alone",
+        "use update: sparse, or weight_decay: 0",
+    ),
+    (
+        "optim.values.weight_decay",
+        lambda c: c.optim.values.weight_decay > 0 and c.optim.values.dtype == "bf16",
+        lambda c: "what a step's decay takes from a number in bf16 is lost to rounding",
+        "use dtype: fp32 or bf16+master, or weight_decay: 0",
+    ),
+    (
+        "optim.values.staleness",
+        lambda c: c.optim.values.staleness and c.optim.values.update in ("dense", "in_backward"),
+        lambda c: f"update: {c.optim.values.update} does not know which rows a step read",
+        "use update: sparse, or staleness: false",
+    ),
 ]
 
 

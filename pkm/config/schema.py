@@ -306,6 +306,8 @@ class ValuesOptim(Part):
     """Adam's."""
     eps: Rate = 1e-8
     """Adam's."""
+    weight_decay: Decay = 0.0
+    """Decoupled (AdamW); with sparse updates of the rows that a step read alone."""
     schedule: Schedule = "constant"
     """Learning rate as a function of the step."""
     floor: Share = 0.0
@@ -323,6 +325,8 @@ class ValuesOptim(Part):
     """How values are kept: bf16 rounds stochastically; bf16+master reads bf16 and updates an fp32 copy."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     """How Adam's moments of the values are kept."""
+    staleness: bool = False
+    """Count for every row the steps since it was last read; 4 bytes a row, in checkpoints too."""
 
 
 class OptimConfig(Part):

@@ -16,6 +16,7 @@ from pkm.format import markdown_table, perplexity
 from pkm.inference.trained import load_weights
 from pkm.machine import machine
 from pkm.model.transformer import Transformer, parameters
+from pkm.run.metrics import read
 from pkm.run.run import Run
 from pkm.run.stop import StopFlag
 
@@ -50,7 +51,9 @@ def report(run: Run, compute: Compute, corpus: Corpus, model: Transformer, stop:
     speed = measure_speed(model, corpus, split, config, compute)
     between()
     run.metrics.write(config.optim.steps, "test", **evaluation.record())
+    trained = dist.broadcast_object([one for one in read(run.metrics.path) if one["kind"] == "train"][-1:])
     record = report_record(config, model, best.step, evaluation, speed, fitted, known)
+    record["tables"] = trained[0].get("tables", {}) if trained else {}
     text = report_markdown(record, evaluation, speed, known)
     with dist.raise_on_all_ranks():
         if dist.is_main():
@@ -113,6 +116,14 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
         inexact = [(str(layer), f"{100 * u.recall:.1f}") for layer, u in e.memories.items() if u.recall is not None]
         if inexact:
             text += "\n" + markdown_table(["memory at layer", "best slots that the search finds, %"], inexact)
+    if tables := record.get("tables"):
+        rows = [
+            (name, *(f"{of[key]:.1f}" if key in of else "-" for key in ("dead", "stale")))
+            for name, of in tables.items()
+        ]
+        text += "\n" + markdown_table(
+            ["table", "rows that training never read, %", "steps since others were read"], rows
+        )
     if e.experts:
         uses = [(str(layer), f"{u.percent:.2f}", f"{u.kl:.4f}", f"{u.gini:.3f}") for layer, u in e.experts.items()]
         text += "\n" + markdown_table(["experts at layer", "usage %", "KL", "Gini"], uses)

@@ -22,7 +22,7 @@ class ValuesAdam:
     """The values' optimizer: takes the tables over, so that their `weight` no longer gets a `.grad`.
 
     step t on a row with gradient g:  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,
-    row <- row - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    row <- row - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps),  before it row <- row (1 - lr weight_decay)
 
     `update: in_backward` wants `.begin` before each backward, which then moves the rows; `.step` only ends it. A number of
     the gradient that is not finite moves nothing; that the rest of the step is skipped cannot be taken back there.
@@ -35,6 +35,7 @@ class ValuesAdam:
         self.in_backward = settings.update == "in_backward"
         self.moments: list[tuple[Tensor, Tensor]] = []
         self.masters: list[Tensor | None] = []
+        self.last_read: list[Tensor] = []  # (K,) int32 of each table: the step that read a row last, 0 = none
         for table in self.tables:
             table.collect_rows()
             values = table.weight.detach()
@@ -42,6 +43,8 @@ class ValuesAdam:
                 table.weight.data = values.to(torch.bfloat16)
             self.masters.append(values.float().clone() if settings.dtype == "bf16+master" else None)
             dtype = STATE_DTYPES[settings.state_dtype] if values.dtype is not torch.float64 else values.dtype
+            if settings.staleness:
+                self.last_read.append(torch.zeros(len(values), dtype=torch.int32, device=values.device))
             self.moments.append((torch.zeros_like(values, dtype=dtype), torch.zeros_like(values, dtype=dtype)))
 
     def gradient_norm(self) -> Tensor:
@@ -70,7 +73,17 @@ class ValuesAdam:
             table.inside_backward = None
             gradient = table.gradient()
             if gradient is not None:
+                self._decay(i, gradient.rows, lr)
                 _update(gradient.rows, gradient.values, table.weight, self._step(i, lr, step))
+                if self.last_read:
+                    self.last_read[i][gradient.rows] = step
+
+    def _decay(self, table: int, rows: Tensor, lr: float) -> None:
+        """Shrink rows (U,) of a table, or of its fp32 copy."""
+        if self.settings.weight_decay:
+            master = self.masters[table]
+            kept = self.tables[table].weight if master is None else master
+            kept[rows] *= 1 - lr * self.settings.weight_decay
 
     def updated(self) -> list[Tensor]:
         """What the updates move, (K, d) each: the tables, or their fp32 copies where there are some."""
@@ -99,13 +112,30 @@ class ValuesAdam:
         )
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """`<table>.mean`, `<table>.square` and, where there is one, `<table>.master`; the tensors themselves, not copies."""
+        """`<table>.mean`, `<table>.square` and, where there are any, `<table>.master` and `<table>.last_read`; the tensors themselves,
+        not copies."""
         tensors: dict[str, Tensor] = {}
         for name, (mean, square), master in zip(self.names, self.moments, self.masters, strict=True):
             tensors |= {f"{name}.mean": mean, f"{name}.square": square}
             if master is not None:
                 tensors[f"{name}.master"] = master
-        return tensors
+        return tensors | {f"{name}.last_read": t for name, t in zip(self.names, self.last_read, strict=False)}
+
+    def neglect(self, step: int) -> dict[str, dict[str, float]]:
+        """By table, after `step`: `dead` rows that no step has read, %, and where it is counted `stale`, the mean number of steps since
+        the others were."""
+        found = {}
+        for i, (name, (_, square)) in enumerate(zip(self.names, self.moments, strict=True)):
+            found[name] = {"dead": dead(square)}
+            if self.last_read:
+                read = self.last_read[i][self.last_read[i] > 0]
+                found[name]["stale"] = float((step - read).double().mean()) if len(read) else 0.0
+        return found
+
+
+def dead(square: Tensor) -> float:
+    """Rows that were never read, %, by second moments (K, D): those of the others are above 0. One column is enough to see it."""
+    return 100.0 * float((square[:, 0] == 0).double().mean())
 
 
 class _Once:

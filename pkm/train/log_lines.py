@@ -67,6 +67,7 @@ def log(
         "skipped": state.skipped,
         "memories": {},
         "experts": {},
+        "tables": optim.neglect(state.step),
     }
     if taken.usage is not None:
         for layer, meter in taken.usage.memories.items():
@@ -112,6 +113,9 @@ def log_line(step: int, steps: int, record: dict[str, Any], speed: dict[str, flo
     ) + "".join(
         f" | experts {layer} usage {m['usage']:.0f} % KL {m['kl']:.2f}" for layer, m in record["experts"].items()
     )
+    for key, what in (("dead", "% of rows never read"), ("stale", "steps since others were")):
+        if numbers := [f"{table[key]:.1f}" for table in record.get("tables", {}).values() if key in table]:
+            memories += f" | {' / '.join(numbers)} {what}"
     mfu = f" | MFU {100 * speed['mfu']:.1f} %" if "mfu" in speed else ""
     return (
         f"step {step:>{len(str(steps))}}/{steps} | loss {record['loss']:.4f} | lr {both['lr']} | norm {both['gradient_norm']} | moved {moved}{memories}"

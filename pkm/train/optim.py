@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pkm.config.schema import DenseOptim, MatricesOptim, OptimConfig, ValuesOptim
 from pkm.distributed import dist
 from pkm.errors import UserError
-from pkm.memory.adam import ValuesAdam
+from pkm.memory.adam import ValuesAdam, dead
 from pkm.memory.sharding import sum_gradient
 from pkm.model.transformer import Transformer
 from pkm.train.update_size import UpdateSizes
@@ -75,7 +75,7 @@ class DenseAdam:
         parts = []
         self.muon: torch.optim.Optimizer | None = None
         if matrices is not None and matrices.optimizer == "muon":
-            self.muon = _muon(self.groups["matrices"], matrices.momentum, settings["matrices"].weight_decay)  # type: ignore[union-attr]
+            self.muon = _muon(self.groups["matrices"], matrices.momentum, settings["matrices"].weight_decay)
         for name, parameters in self.groups.items():
             if name == "matrices" and self.muon is not None:
                 continue
@@ -291,6 +291,15 @@ class Optimizers:
             self.values.step(rates["values"], step)
         elif self.values is not None:
             self.values.step(rates)
+
+    def neglect(self, step: int) -> dict[str, dict[str, float]]:
+        """By table, what its rows say of how little they are read: see ValuesAdam.neglect."""
+        if isinstance(self.values, DenseAdam):
+            squares = {name: self.values.adam.state[p]["exp_avg_sq"] for name, p in self.values.parameters.items()}
+            found = {name: {"dead": dead(square)} for name, square in squares.items()}
+        else:
+            found = self.values.neglect(step) if self.values is not None else {}
+        return {name.removesuffix(".weight"): of for name, of in found.items()}
 
     def update_sizes(self) -> UpdateSizes:
         """To be made before `begin` and asked after `step`."""

@@ -246,3 +246,39 @@ def test_accumulated_micro_batches_update_as_one_batch_does() -> None:
     adam.step(1e-3, 1)
     other.step(1e-3, 1)
     torch.testing.assert_close(parts.weight, whole.weight)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16+master"])
+def test_weight_decay_is_adamws_on_the_rows_that_are_read_and_leaves_the_others(dtype: str) -> None:
+    settings = ValuesOptim(lr=1e-2, betas=(0.9, 0.99), weight_decay=0.3, dtype=dtype)
+    values, adam = table(settings)
+    start = adam.updated()[0].clone()
+    rows = [1, 4, 7]
+    weight = torch.nn.Parameter(start[rows].clone())
+    dense = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.3)
+    for step in range(1, 4):
+        read(values, rows, step).backward()
+        (step * (weight * torch.arange(1.0, 13).view(3, 4)).sum()).backward()
+        adam.step(1e-2, step)
+        adam.clear()
+        dense.step()
+        dense.zero_grad()
+    torch.testing.assert_close(adam.updated()[0][rows], weight.detach())
+    others = [i for i in range(10) if i not in rows]
+    assert torch.equal(adam.updated()[0][others], start[others])
+
+
+def test_rows_that_no_step_has_read_are_dead_and_the_others_grow_stale_until_they_are_read_again() -> None:
+    values, adam = table(ValuesOptim(staleness=True))
+    for step, rows in enumerate(([1, 4], [4, 7], []), start=1):
+        if rows:
+            read(values, rows).backward()
+        adam.step(1e-3, step)
+        adam.clear()
+    # Row 1 was read at step 1, rows 4 and 7 at step 2: after step 3 that is 2, 1 and 1 steps ago; 7 of 10 rows never were.
+    assert adam.neglect(3) == {"t": {"dead": pytest.approx(70), "stale": pytest.approx(4 / 3)}}
+    assert adam.state_tensors()["t.last_read"].tolist() == [0, 1, 0, 0, 2, 0, 0, 2, 0, 0]
+    plain, without = table(ValuesOptim())
+    read(plain, [3]).backward()
+    without.step(1e-3, 1)
+    assert without.neglect(1) == {"t": {"dead": pytest.approx(90)}} and len(without.state_tensors()) == 2

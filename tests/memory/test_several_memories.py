@@ -118,7 +118,9 @@ def test_two_ranks_train_it_as_one_does_and_the_report_names_each(tiny_corpus_pa
     two_ranks, one = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("two", "one"))
     assert list(two_ranks["evaluation"]["memories"]) == ["1", "2", "2 replace"]
     assert two_ranks["evaluation"]["loss"] == pytest.approx(one["evaluation"]["loss"], rel=1e-2)
-    assert "| 2 replace " in (tmp_path / "two" / "report.md").read_text()
+    text = (tmp_path / "two" / "report.md").read_text()
+    assert "| 2 replace " in text and "| blocks.1.memory_replace.values " in text
+    assert two_ranks["tables"].keys() == one["tables"].keys() and len(one["tables"]) == 3
     run("two", 9)  # one rank goes on with what two have saved
 
 
@@ -180,3 +182,22 @@ def test_a_proposed_model_has_as_many_memories_of_each_kind(tmp_path):
     path.write_text(MINIMAL + TWO)
     settings = proposed(path, 3_000_000, "20x", ["memory.1.place=after"])
     assert [len(config.layers_of(m)) for config in [load(path, settings).config] for m in config.memories] == [2, 1]
+
+
+@pytest.mark.parametrize("update", ["dense", "sparse"])
+def test_logs_and_reports_say_of_each_table_how_many_rows_are_never_read(train, update):
+    values = {"update": update, "staleness": update == "sparse"}
+    _, optim, _, straight = train(name="straight", memory=[PRODUCT, FLAT], optim={"values": values})
+    train(name="resumed", memory=[PRODUCT, FLAT], optim={"values": values, "steps": 10})
+    *_, resumed = train(name="resumed", memory=[PRODUCT, FLAT], optim={"values": values})
+    found = []
+    for directory in (straight, resumed):
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        found.append([line["tables"] for line in lines if line["kind"] == "train"])
+    assert found[0] == found[1]  # it goes on where it was
+    last = found[0][-1]
+    names = ["blocks.0.memory.values", "blocks.1.memory.values", "blocks.1.memory_replace.values"]
+    assert list(last) == names and last == optim.neglect(20)
+    assert all(0 <= of["dead"] < 100 and ("stale" in of) == (update == "sparse") for of in last.values())
+    if update == "sparse":
+        assert all(0 <= of["stale"] < 20 for of in last.values())
