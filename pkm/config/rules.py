@@ -192,7 +192,7 @@ OF_A_MEMORY: list[tuple[str, Callable[[Config, Any], bool], Callable[[Config, An
     ),
     (
         "query.dim",
-        lambda c, m: m.keys == "product" and m.query.dim % 2 != 0,
+        lambda c, m: (m.keys == "product" or m.query.norm == "layer_halves") and m.query.dim % 2 != 0,
         lambda c, m: f"a query of {m.query.dim} has no two halves",
         "choose an even query size",
     ),

@@ -137,8 +137,8 @@ class QueryConfig(Part):
     """Query size d_q of one head (product keys compare its two halves)."""
     hidden: tuple[Positive, ...] = ()
     """Hidden widths of the query network; none = a linear map."""
-    norm: Literal["batch", "layer", "rms", "none"] = "batch"
-    """Normalisation on top of the query network: over the batch, or over each head's query."""
+    norm: Literal["batch", "layer", "layer_halves", "rms", "none"] = "batch"
+    """Normalisation on top of the query network: over the batch, or over each head's query, or over each of its halves."""
 
 
 class MemoryConfig(Part):

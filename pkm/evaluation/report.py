@@ -118,7 +118,7 @@ def report_markdown(record: dict[str, Any], evaluation: Evaluation, speed: Speed
             text += "\n" + markdown_table(["memory at layer", "best slots that the search finds, %"], inexact)
     if tables := record.get("tables"):
         rows = [
-            (name, *(f"{of[key]:.1f}" if key in of else "-" for key in ("dead", "stale")))
+            [name, *(f"{of[key]:.1f}" if key in of else "-" for key in ("dead", "stale"))]
             for name, of in tables.items()
         ]
         text += "\n" + markdown_table(

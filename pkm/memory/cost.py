@@ -53,9 +53,9 @@ def query(m: MemoryConfig, d: int) -> Cost:
     if m.keys == "ngram":
         return Cost()
     widths = list(pairwise([d, *m.query.hidden, m.query.dim]))
-    norm = {"none": 0, "rms": 1, "layer": 2, "batch": 2}[m.query.norm] * m.query.dim
+    norm = {"none": 0, "rms": 1, "layer": 2, "layer_halves": 2, "batch": 2}[m.query.norm] * m.query.dim
     features = m.heads * m.query.dim
-    apart = m.query.norm in ("layer", "rms") or (
+    apart = m.query.norm in ("layer", "layer_halves", "rms") or (
         m.query.norm == "batch" and (m.kernels in ("reference", "faiss") or m.keys == "tucker")
     )
     return Cost(

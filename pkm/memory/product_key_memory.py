@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
+from pkm.checkpoint import tensor_file
 from pkm.config.rules import impossible
 from pkm.config.schema import Config, MemoryConfig
 from pkm.errors import UserError, UserErrors
+from pkm.files import atomic_write, explained, publish
 from pkm.memory.layer import MemoryLayer
+
+SETTINGS, WEIGHTS = "memory.yaml", "memory.safetensors"
 
 
 class ProductKeyMemory(MemoryLayer):
@@ -52,7 +60,38 @@ class ProductKeyMemory(MemoryLayer):
         settings = dict(sub_keys=sub_keys, heads=heads, knn=knn, query=query or {}, keys=keys, slots=slots)
         settings |= dict(keys_norm=keys_norm, keys_shared_by_heads=keys_shared_by_heads, read=read, gate=gate)
         settings |= dict(activation=activation, values_dim=values_dim)
-        super().__init__(checked(settings | dict(values_std=values_std, kernels=kernels)), dim)
+        config = checked(settings | dict(values_std=values_std, kernels=kernels))
+        super().__init__(config, dim)
+        own = inspect.signature(ProductKeyMemory).parameters
+        self.settings = {"dim": dim, **{k: v for k, v in config.model_dump(mode="json").items() if k in own}}
+
+    def save(self, directory: Path) -> None:
+        """Write the memory into a directory of its own, whole; UserError if there is something, or it cannot be written."""
+        temporary = directory.with_name(f".{directory.name}.tmp")
+        try:
+            with explained(directory):
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+                tensor_file.write(temporary / WEIGHTS, dict(self.state_dict()))
+                atomic_write(temporary / SETTINGS, yaml.safe_dump(self.settings, sort_keys=False))
+            publish(temporary, directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    @classmethod
+    def load(cls, directory: Path | str) -> ProductKeyMemory:
+        """The memory that `save`, or scripts/import.py, wrote. UserError if it is not there or damaged."""
+        directory = Path(directory)
+        try:
+            with explained(directory / SETTINGS):
+                settings = yaml.safe_load((directory / SETTINGS).read_text("utf-8"))
+            memory = cls(**settings)
+            with explained(directory / WEIGHTS), tensor_file.opened(directory / WEIGHTS) as file:
+                memory.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        except (yaml.YAMLError, TypeError, ValueError, RuntimeError) as error:
+            what = f"it is no memory that was saved: {str(error).splitlines()[0]}"
+            raise UserError(what, str(directory), "save it again") from None
+        return memory
 
 
 def checked(settings: Mapping[str, Any]) -> MemoryConfig:

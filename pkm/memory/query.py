@@ -92,7 +92,7 @@ class QueryNetwork(nn.Module):
     """x (N, d) -> queries (N, H, q): linear, or a ReLU network whose hidden layers each head has for itself.
 
     Parameters: sizes d -> hidden... -> q give each head sum(a * b + b) over neighbouring sizes (a, b); the norm adds
-    2 * H * q (batch: all heads' features; layer: each head's q features), rms H * q.
+    2 * H * q (batch: all heads' features; layer: each head's q features or each half of them), rms H * q.
     """
 
     def __init__(self, config: QueryConfig, dim: int, heads: int):
@@ -104,10 +104,11 @@ class QueryNetwork(nn.Module):
         self.norm: BatchNorm | HeadsLayerNorm | HeadsRMSNorm | None = None
         if config.norm == "batch":
             self.norm = BatchNorm(heads * config.dim)
-        elif config.norm == "layer":
-            self.norm = HeadsLayerNorm(heads, config.dim)
         elif config.norm == "rms":
             self.norm = HeadsRMSNorm(heads, config.dim)
+        elif config.norm != "none":
+            halves = 2 if config.norm == "layer_halves" else 1
+            self.norm = HeadsLayerNorm(heads * halves, config.dim // halves)
 
     def raw(self, x: Tensor) -> Tensor:
         """Queries before normalisation, (N, H * q)."""
@@ -142,7 +143,10 @@ class HeadsLinear(nn.Module):
 
 
 class HeadsLayerNorm(nn.Module):
-    """Layer normalisation over each head's q features, with a weight and bias for every feature: (N, H * q) -> the same."""
+    """Layer normalisation over each head's q features, with a weight and bias for every feature: (N, H * q) -> the same.
+
+    Half a query may stand for a head.
+    """
 
     def __init__(self, heads: int, dim: int, eps: float = 1e-5):
         super().__init__()

@@ -47,6 +47,7 @@ BLOCKS = {
 MEMORIES = {
     "as in the paper": {},
     "beside, layer norm, hidden": {"place": "beside", "query": {"norm": "layer", "hidden": [6, 4]}},
+    "norm of halves": {"query": {"norm": "layer_halves", "dim": 12}},
     "two in a block": [
         {"layers": [2], "sub_keys": 8, "heads": 2, "knn": 3, "query": {"dim": 8}},
         {"layers": [1, 2], "sub_keys": 5, "heads": 1, "knn": 2, "query": {"dim": 4}, "place": "after"},

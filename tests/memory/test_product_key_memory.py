@@ -13,7 +13,7 @@ from torch import nn
 import pkm
 from pkm import ProductKeyMemory
 from pkm.config.schema import MemoryConfig, QueryConfig, ValuesOptim
-from pkm.errors import UserErrors
+from pkm.errors import UserError, UserErrors
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.layer import MemoryLayer
 from pkm.memory.values import tables
@@ -52,7 +52,9 @@ def test_every_mistake_is_said_at_once_by_the_name_of_its_argument():
         UserErrors, match=r"keys: must be one of: product, flat, .*\n- knn: Input should be a valid integer"
     ):
         ProductKeyMemory(16, sub_keys=8, keys="produkt", knn="many")
-    with pytest.raises(UserErrors, match=r"query\.norm: Input should be 'batch', 'layer', 'rms' or 'none'"):
+    with pytest.raises(
+        UserErrors, match=r"query\.norm: Input should be 'batch', 'layer', 'layer_halves', 'rms' or 'none'"
+    ):
         ProductKeyMemory(16, sub_keys=8, query={"norm": "max"})
     with pytest.raises(
         UserErrors, match=r"sub_keys: product keys need their number.*\n  fix: write for example `sub_keys"
@@ -142,3 +144,26 @@ def test_the_settings_of_memory_plus_and_peer_are_arguments_too():
     )  # fmt: skip
     assert memory(torch.randn(3, 16)).shape == (3, 16)
     assert [table.weight.shape[1] for table in tables(memory).values()] == [6, 16]
+
+
+def test_a_memory_that_was_saved_is_loaded_again(tmp_path):
+    memory = ProductKeyMemory(10, **SMALL | {"query": {"dim": 8, "norm": "layer_halves", "hidden": [5]}})
+    memory.save(tmp_path / "saved")
+    again = ProductKeyMemory.load(tmp_path / "saved")
+    x = torch.randn(4, 10)
+    assert torch.equal(memory(x), again(x)) and again.settings == memory.settings
+    with pytest.raises(UserError, match="there already"):
+        memory.save(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [("memory.yaml", "dim: 12"), ("memory.yaml", "[1"), ("memory.safetensors", "x")]
+)
+def test_a_damaged_memory_is_named(tmp_path, file, content):
+    ProductKeyMemory(10, **SMALL).save(tmp_path / "saved")
+    (tmp_path / "saved" / file).write_text(content)
+    with pytest.raises(UserError, match="saved|ProductKeyMemory cannot be made"):
+        ProductKeyMemory.load(tmp_path / "saved")
+    (tmp_path / "saved" / file).unlink()
+    with pytest.raises(UserError, match=file):
+        ProductKeyMemory.load(tmp_path / "saved")

@@ -66,7 +66,7 @@ QUERY = {"dim", "hidden", "norm"}
 KINDS = {
     "memory.keys": {"product", "flat"},
     "memory.read": {"rows"},
-    "memory.query.norm": {"batch", "layer", "none"},
+    "memory.query.norm": {"batch", "layer", "layer_halves", "none"},
 }
 
 

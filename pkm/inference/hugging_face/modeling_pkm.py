@@ -204,7 +204,7 @@ class QueryNetwork(nn.Module):
         if norm == "batch":
             self.norm = BatchNorm(heads * size)
         elif norm != "none":
-            self.norm = HeadsLayerNorm(heads, heads * size)
+            self.norm = HeadsLayerNorm(heads * (2 if norm == "layer_halves" else 1), heads * size)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
