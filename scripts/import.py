@@ -1,6 +1,7 @@
 """Make a run of a model that another program trained, or a memory of its layer.
 
 python scripts/import.py --from hf exported/quickstart runs/quickstart-again     # what export.py --format hf wrote, or a Llama
+python scripts/import.py --from xlm checkpoint.pth runs/xlm                      # the paper's own code
 python scripts/import.py --from lucidrains model.pt memories/mine knn=32         # layers of product-key-memory
 
 A run is there to generate with, to score, to export, to train on from (init_from); a memory for pkm.ProductKeyMemory.load.
@@ -16,7 +17,9 @@ from pkm.errors import exits_cleanly
 @exits_cleanly
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="kind", required=True, choices=["hf", "lucidrains"], help="whose format it is")
+    parser.add_argument(
+        "--from", dest="kind", required=True, choices=["hf", "xlm", "lucidrains"], help="whose format it is"
+    )
     parser.add_argument("source", type=Path, help="file or directory to read")
     parser.add_argument("directory", type=Path, help="where to write; must not exist, or be empty")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, by their dotted names")

@@ -19,13 +19,14 @@ from pkm.config.load import dump
 from pkm.config.schema import Config, load
 from pkm.errors import UserError, UserErrors
 from pkm.files import atomic_write, explained, publish
-from pkm.inference.adapters import hugging_face
+from pkm.inference.adapters import hugging_face, xlm
 from pkm.inference.adapters.found import Found
 from pkm.inference.adapters.names import to_ours
 from pkm.model.transformer import Transformer, build_model
 
 MODELS: dict[str, Callable[[Path], Found]] = {
     "hf": hugging_face.find,
+    "xlm": xlm.find,
 }
 """Who reads whole models, by the format's name."""
 

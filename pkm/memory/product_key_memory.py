@@ -86,7 +86,9 @@ class ProductKeyMemory(MemoryLayer):
             with explained(directory / SETTINGS):
                 settings = yaml.safe_load((directory / SETTINGS).read_text("utf-8"))
             memory = cls(**settings)
-            with explained(directory / WEIGHTS), tensor_file.opened(directory / WEIGHTS) as file:
+            with explained(directory / WEIGHTS):
+                (directory / WEIGHTS).stat()  # says what is wrong with the file better than safetensors does
+            with tensor_file.opened(directory / WEIGHTS) as file:
                 memory.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         except (yaml.YAMLError, TypeError, ValueError, RuntimeError) as error:
             what = f"it is no memory that was saved: {str(error).splitlines()[0]}"

@@ -162,7 +162,7 @@ def test_a_memory_that_was_saved_is_loaded_again(tmp_path):
 def test_a_damaged_memory_is_named(tmp_path, file, content):
     ProductKeyMemory(10, **SMALL).save(tmp_path / "saved")
     (tmp_path / "saved" / file).write_text(content)
-    with pytest.raises(UserError, match="saved|ProductKeyMemory cannot be made"):
+    with pytest.raises(UserError, match=r"saved|ProductKeyMemory cannot be made"):
         ProductKeyMemory.load(tmp_path / "saved")
     (tmp_path / "saved" / file).unlink()
     with pytest.raises(UserError, match=file):
