@@ -48,7 +48,9 @@ def test_what_was_exported_comes_back_bit_by_bit(train, tmp_path, model, memory)
 
 
 @pytest.mark.parametrize(
-    ("model", "memory"), [(BLOCKS["everything"], {}), ({}, MEMORIES["two in a block"]), (LLAMA, None)], ids=str
+    ("model", "memory"),
+    [(BLOCKS["everything"], {}), ({}, MEMORIES["two in a block"]), ({}, MEMORIES["memory+"]), (LLAMA, None)],
+    ids=str,
 )
 def test_the_settings_are_found_in_config_json_alone(train, tmp_path, model, memory):
     """As in a directory that transformers saved again."""

@@ -90,4 +90,8 @@ def memory_sections(memories: dict[str, dict[str, dict[str, Any]]]) -> list[dict
             if layers is None:
                 sections.append((settings, layers := []))
             layers.append(int(layer))
-    return [{**settings, "layers": sorted(layers)} for settings, layers in sections] or None
+    made = []
+    for settings, layers in sections:
+        own = {key: value for key, value in settings.items() if key != "shares"}
+        made.append({**own, "share_values": settings["shares"] is not None, "layers": sorted(layers)})
+    return made or None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pkm.checkpoint import tensor_file
 from pkm.config.load import dump
-from pkm.config.schema import Config
+from pkm.config.schema import Config, MemoryConfig
 from pkm.corpus.store import TOKENIZER, Corpus, OtherVocab
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, json_text, publish
@@ -48,25 +48,17 @@ MODEL = {
     "document_mask",
 }  # fmt: skip
 MEMORY = {
-    "layers",
-    "count",
-    "keys",
-    "sub_keys",
-    "slots",
-    "heads",
-    "knn",
-    "query",
-    "read",
-    "place",
-    "values_std",
-    "kernels",
-}
+    "layers", "count", "keys", "sub_keys", "slots", "heads", "keys_norm", "keys_shared_by_heads", "knn", "query", "read",
+    "activation", "gate", "share_values", "values_std", "place", "kernels",
+}  # fmt: skip
 QUERY = {"dim", "hidden", "norm"}
 # Of settings that name a kind, the kinds that it computes.
 KINDS = {
     "memory.keys": {"product", "flat"},
-    "memory.read": {"rows"},
-    "memory.query.norm": {"batch", "layer", "layer_halves", "none"},
+    "memory.read": {"rows", "experts"},
+    "memory.gate": {"none", "silu"},
+    "memory.keys_norm": {"none", "rms"},
+    "memory.query.norm": {"batch", "layer", "layer_halves", "rms", "none"},
 }
 
 
@@ -124,9 +116,8 @@ def config_json(trained: Trained) -> dict[str, Any]:
     """What PkmForCausalLM is made of."""
     config = trained.config
     model, experts = config.model, config.model.experts
-    read = MEMORY - {"layers", "count", "values_std", "kernels"}
     memories = {
-        str(layer): {name: m.model_dump(mode="json", include=read) for name, m in config.memories_at(layer).items()}
+        str(layer): {name: memory_json(config, memory) for name, memory in config.memories_at(layer).items()}
         for layer in sorted({*config.memory_layers})
     }
     of_experts = experts and {"count": experts.count, "active": experts.active, "ffn": config.expert_ffn}
@@ -149,6 +140,12 @@ def config_json(trained: Trained) -> dict[str, Any]:
         "memories": memories,
         "experts": {str(layer): of_experts for layer in config.expert_layers},
     }
+
+
+def memory_json(config: Config, memory: MemoryConfig) -> dict[str, Any]:
+    elsewhere = {"layers", "count", "values_std", "kernels", "share_values"}
+    shares = config.memories.index(memory) if memory.share_values else None
+    return {**memory.model_dump(mode="json", include=MEMORY - elsewhere), "shares": shares}
 
 
 def about(trained: Trained) -> dict[str, Any]:

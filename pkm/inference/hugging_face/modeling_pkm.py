@@ -31,7 +31,8 @@ class PkmConfig(PretrainedConfig):
     """What config.json says.
 
     block       the blocks, by the names of pkm's `model:` section
-    memories    {block from "1": {name of the module: settings of pkm's `memory:` section}}
+    memories    {block from "1": {name of the module: settings of pkm's `memory:` section, and "shares": memories with the
+                same number read the tables of the first of them, null = its own}}
     experts     {block from "1": {"count", "active", "ffn"}}
     """
 
@@ -178,6 +179,19 @@ class HeadsLayerNorm(nn.Module):
         return F.layer_norm(parts, parts.shape[-1:]).flatten(-2) * self.weight + self.bias
 
 
+class HeadsRMSNorm(nn.Module):
+    """Each head's features over their root mean square, with a weight for every feature: (N, H * q) -> the same."""
+
+    def __init__(self, heads: int, features: int):
+        super().__init__()
+        self.heads = heads
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (self.heads, -1))
+        return F.rms_norm(parts, parts.shape[-1:], eps=1e-6).flatten(-2) * self.weight
+
+
 class HeadsLinear(nn.Module):
     """A linear map of its own for each head: (N, H * a) -> (N, H * b)."""
 
@@ -203,6 +217,8 @@ class QueryNetwork(nn.Module):
         self.norm: nn.Module = nn.Identity()
         if norm == "batch":
             self.norm = BatchNorm(heads * size)
+        elif norm == "rms":
+            self.norm = HeadsRMSNorm(heads, heads * size)
         elif norm != "none":
             self.norm = HeadsLayerNorm(heads * (2 if norm == "layer_halves" else 1), heads * size)
 
@@ -214,17 +230,31 @@ class QueryNetwork(nn.Module):
 
 
 class Keys(nn.Module):
-    """Product keys, weight (H, 2, C, q / 2): slot i * C + j has sub-keys i and j; or flat keys, weight (H, K, q)."""
+    """Product keys, weight (H, 2, C, q / 2): slot i * C + j has sub-keys i and j; or flat keys, weight (H, K, q).
 
-    def __init__(self, heads: int, sub_keys: int | None, slots: int, size: int):
+    shared        one set for all heads: 1 in place of H
+    normalised    each key, or sub-key, by its root mean square, times a gain for every feature
+    """
+
+    def __init__(self, heads: int, sub_keys: int | None, slots: int, size: int, shared: bool, normalised: bool):
         super().__init__()
-        shape = (heads, slots, size) if sub_keys is None else (heads, 2, sub_keys, size // 2)
-        self.sub_keys = sub_keys
+        sets, self.heads, self.sub_keys = 1 if shared else heads, heads, sub_keys
+        shape = (sets, slots, size) if sub_keys is None else (sets, 2, sub_keys, size // 2)
         self.weight = nn.Parameter(torch.zeros(shape))
+        self.gain = nn.Parameter(torch.ones(sets * size)) if normalised else None
+
+    def vectors(self) -> Tensor:
+        """As queries are compared with them, one set a head."""
+        weight: Tensor = self.weight
+        if self.gain is not None:
+            size = weight.shape[-1]
+            gain = self.gain.view((-1, 1, size) if self.sub_keys is None else (-1, 2, 1, size))
+            weight = F.rms_norm(weight, (size,), eps=1e-6) * gain
+        return weight.expand(self.heads, *weight.shape[1:])
 
     def forward(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """query (N, H, q) -> the k best slots of each head (N, H, k) and their scores (N, H, k), best first."""
-        weight = self.weight.to(query.dtype)
+        weight = self.vectors().to(query.dtype)
         if self.sub_keys is None:
             scores, slots = torch.einsum("nhq,hkq->nhk", query, weight).topk(k, dim=-1)
             return slots, scores
@@ -236,32 +266,76 @@ class Keys(nn.Module):
         return first * self.sub_keys + second, scores
 
 
+class SlotExperts(nn.Module):
+    """Each slot a network of one hidden unit (PEER: He, 2024): act(u . x), by which its value is multiplied."""
+
+    def __init__(self, activation: str, slots: int, dim: int, like: SlotExperts | None):
+        super().__init__()
+        of_name: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+        self.activation = of_name[activation]
+        if like is None:
+            self.down = nn.Embedding(slots, dim)
+        else:
+            object.__setattr__(self, "down", like.down)
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        """x (N, d), slots (N, J) -> (N, J)."""
+        rows = self.down(slots).to(wide(x.dtype))
+        return self.activation((rows @ x.to(rows.dtype).unsqueeze(-1)).squeeze(-1))
+
+
+class SiluGate(nn.Module):
+    """W2 (y * silu(W1 x + b1)) + b2 of what was read y (Memory Layers at Scale, 2024)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.gate, self.project = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return self.project(y * F.silu(self.gate(x)))
+
+
 class Memory(nn.Module):
     """The sum over heads of the values of the k slots whose keys fit best, weighted by the softmax of their scores."""
 
-    def __init__(self, settings: dict[str, Any], dim: int):
+    def __init__(self, settings: dict[str, Any], dim: int, like: Memory | None):
+        """like    a memory whose tables this one reads too: they stay its parts"""
         super().__init__()
         self.place, self.knn, heads, query = settings["place"], settings["knn"], settings["heads"], settings["query"]
         slots = settings["slots"] or settings["sub_keys"] ** 2
         self.query = QueryNetwork(dim, heads, query["dim"], query["hidden"], query["norm"])
-        self.keys = Keys(heads, settings["sub_keys"], slots, query["dim"])
-        self.values = nn.Embedding(slots, dim)
+        shared, normalised = settings["keys_shared_by_heads"], settings["keys_norm"] == "rms"
+        self.keys = Keys(heads, settings["sub_keys"], slots, query["dim"], shared, normalised)
+        if like is None:
+            self.values = nn.Embedding(slots, dim)
+        else:
+            object.__setattr__(self, "values", like.values)
+        self.read: SlotExperts | None = None
+        if settings["read"] == "experts":
+            self.read = SlotExperts(settings["activation"], slots, dim, None if like is None else like.read)
+        self.output = SiluGate(dim) if settings["gate"] == "silu" else None
 
     def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
         """x (B, T, d), real (B, T) bool, False for padding, which reads nothing -> (B, T, d)."""
         tokens = x.flatten(0, 1) if real is None else x[real]
         slots, scores = self.keys(self.query(tokens), self.knn)
         table = self.values.weight
-        weights = scores.softmax(-1).flatten(1).to(table.dtype)
-        y = F.embedding_bag(slots.flatten(1), table, per_sample_weights=weights, mode="sum").to(x.dtype)
+        weights, slots = scores.softmax(-1).flatten(1), slots.flatten(1)
+        if self.read is not None:
+            weights = weights * self.read(tokens, slots)
+        y = F.embedding_bag(slots, table, per_sample_weights=weights.to(table.dtype), mode="sum").to(x.dtype)
+        if self.output is not None:
+            y = self.output(y, tokens)
         return y.view(x.shape) if real is None else torch.zeros_like(x).masked_scatter(real.unsqueeze(-1), y)
 
 
 class Block(nn.Module):
     """Attention, then a feed-forward network, a memory, or both; each sublayer in a residual sum with a norm."""
 
-    def __init__(self, config: PkmConfig, layer: int):
-        """layer    counted from 0"""
+    def __init__(self, config: PkmConfig, layer: int, first: dict[int, Memory]):
+        """layer    counted from 0
+        first    of the memories that share tables the one that has them, which is added here if it is missing
+        """
         super().__init__()
         dim, memories = config.hidden_size, config.memories.get(str(layer + 1), {})
         self.names = {settings["place"]: name for name, settings in memories.items()}
@@ -274,7 +348,11 @@ class Block(nn.Module):
         elif "replace" not in self.names:
             self.feed_forward = FeedForward(config)
         for name, settings in memories.items():
-            setattr(self, name, Memory(settings, dim))
+            shares = settings["shares"]
+            memory = Memory(settings, dim, None if shares is None else first.get(shares))
+            setattr(self, name, memory)
+            if shares is not None:
+                first.setdefault(shares, memory)
         self.norms = nn.ModuleList(build_norm(config, dim) for _ in range(3 if "after" in self.names else 2))
 
     def forward(
@@ -308,7 +386,7 @@ class PkmPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Of a model that is made from a config alone: matrices and tables N(0, 1 / inputs), norms 1 and 0."""
         for name, p in module.named_parameters(recurse=False):
-            if isinstance(module, nn.LayerNorm | nn.RMSNorm | BatchNorm | HeadsLayerNorm) or p.ndim < 2:
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm | BatchNorm | HeadsLayerNorm | HeadsRMSNorm) or p.ndim < 2:
                 nn.init.constant_(p, 1.0 if name == "weight" else 0.0)
             else:
                 nn.init.normal_(p, std=p.shape[-1] ** -0.5)
@@ -327,7 +405,8 @@ class PkmForCausalLM(PkmPreTrainedModel, GenerationMixin):
         learned = block["positions"] == "learned"
         self.positions = nn.Embedding(config.max_position_embeddings, dim) if learned else None
         self.embedding_norm = build_norm(config, dim) if block["embedding_norm"] else nn.Identity()
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        first: dict[int, Memory] = {}
+        self.blocks = nn.ModuleList(Block(config, layer, first) for layer in range(config.num_hidden_layers))
         self.final_norm = build_norm(config, dim) if block["norm"] == "pre" else nn.Identity()
         self.output = None if config.tie_word_embeddings else nn.Embedding(config.vocab_size, dim)
         self.output_bias = nn.Parameter(torch.zeros(config.vocab_size)) if block["bias"] else None
