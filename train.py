@@ -45,9 +45,9 @@ def main() -> int:
     from pkm.device import configure_torch, decide
     from pkm.distributed import dist
     from pkm.evaluation.report import report
-    from pkm.model.transformer import build_model
     from pkm.run.run import Run
     from pkm.run.stop import StopFlag
+    from pkm.train.first_model import first_model
     from pkm.train.loop import train
     from pkm.train.optim import build_optimizers
     from pkm.train.parallel import apply_parallelism
@@ -65,7 +65,7 @@ def main() -> int:
         if run.is_finished(reports=corpus.test is not None):
             run.show_report()
         else:
-            model = apply_parallelism(build_model(config, corpus.vocab.size, corpus.vocab), config).to(compute.device)
+            model = apply_parallelism(first_model(run, corpus), config).to(compute.device)
             optim = build_optimizers(config.optim, model)
             state = restore(run, compute, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
             state = train(run, compute, corpus, model, optim, state, stop)

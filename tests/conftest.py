@@ -22,10 +22,10 @@ import torch
 from pkm.config.load import dump
 from pkm.corpus.store import open_corpus
 from pkm.device import configure_torch, decide
-from pkm.model.transformer import build_model
 from pkm.run.run import Run
 from pkm.run.stop import StopFlag
 from pkm.train import loop
+from pkm.train.first_model import first_model
 from pkm.train.optim import build_optimizers
 from pkm.train.parallel import apply_parallelism
 from pkm.train.state import restore
@@ -85,7 +85,7 @@ def train(tiny_corpus_path, tmp_path):
         corpus, compute = open_corpus(config.corpus.path), decide(config)
         configure_torch(config, compute)
         with Run.open(config, dump(config)) as run:
-            model = apply_parallelism(build_model(config, corpus.vocab.size, corpus.vocab), config).to(compute.device)
+            model = apply_parallelism(first_model(run, corpus), config).to(compute.device)
             optim = build_optimizers(config.optim, model)
             state = restore(run, compute, model, optim, corpus)
             state = loop.train(run, compute, corpus, model, optim, state, StopFlag())

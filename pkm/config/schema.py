@@ -458,6 +458,9 @@ class Config(Part):
     """Where run directories are made."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """Of initialisation, data order and dropout."""
+    init_from: Where | None = None
+    """A trained model whose weights the run begins with: a run, an export, or a directory of transformers. Memories that it
+    has not are new, with values of zero where values_std is null; null = random weights."""
     corpus: CorpusConfig
     model: ModelConfig = ModelConfig()
     memory: Memories | None = None

@@ -91,8 +91,9 @@ def sharded(directory: Path) -> dict[str, Tensor]:
 
 
 def subwords_in(directory: Path) -> dict[str, str]:
-    """SHA-256 of each file of SUBWORDS that is there."""
-    return {name: sha256(directory / name) for name in SUBWORDS if (directory / name).is_file()}
+    """SHA-256 of each file of SUBWORDS that is there; beside codes, tokenizer.json is another file (pkm.inference.export)."""
+    there = [name for name in SUBWORDS if (directory / name).is_file()]
+    return {name: sha256(directory / name) for name in there if name != "tokenizer.json" or "codes" not in there}
 
 
 def of_another_vocabulary(known: Mapping[str, str], corpus: Path) -> str | None:
