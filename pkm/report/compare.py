@@ -192,7 +192,7 @@ def plot(
             if line:
                 marker = "o" if len(line) < 30 else ""
                 axes.plot(*zip(*line, strict=True), label=label, marker=marker, markersize=3, **style)
-        axes.set(xlabel=AXES[over], ylabel=title.partition(",")[0].lower())
+        axes.set(xlabel=AXES[over], ylabel=_in_a_sentence(title.partition(",")[0]))
         if name == "usage":
             axes.set_ylim(0, 105)
         if logarithmic:
@@ -201,6 +201,11 @@ def plot(
         add_legend(figure)
         scale = ", on a logarithmic axis" if logarithmic else ""
         return finished(figure, f"compare-{name}", f"{title}{scale}, over the {AXES[over]}.")
+
+
+def _in_a_sentence(title: str) -> str:
+    """Without the capital that it begins with, unless that is a short form's."""
+    return title if title[1:2].isupper() else title[:1].lower() + title[1:]
 
 
 def _usage(record: Mapping[str, Any]) -> float | None:

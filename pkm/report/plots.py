@@ -273,7 +273,9 @@ def ticks_in_plain_numbers(axes: Axes) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    low, high = axes.get_ylim()
+    subs = (1.0,) if high > 1000 * low else (1.0, 3.0) if high > 20 * low else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 
@@ -332,7 +334,7 @@ def compact(svg: str, name: str, caption: str) -> str:
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", svg))
     svg = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
     svg = re.sub(r"(url\(#|href=\"#)", rf"\g<1>{name}-", svg)
-    svg = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), svg)
+    svg = re.sub(r'="[^"]*"', lambda found: _rounded(found[0]), svg)  # places, not what is to be read
     svg = re.sub(r"\s*\n\s*", "\n", svg.replace(" \n", " ")).strip()
     svg = re.sub(r" font-family: [^;\"]+;| transform=\"rotate\(-0 [^\"]*\"", "", svg)
     svg, again = re.subn(bare := r"<g>\n((?:(?!</?g\b).)*?)</g>\n", r"\1", svg, flags=re.DOTALL)
@@ -341,6 +343,10 @@ def compact(svg: str, name: str, caption: str) -> str:
     title = f'<title id="{name}-title">{escape(caption)}</title><style>{dark()}</style>'
     svg = svg.replace("<svg ", f'<svg class="plot" role="img" font-family="{FONTS}" aria-labelledby="{name}-title" ', 1)
     return svg.replace(">", f">{title}", 1) + "\n"
+
+
+def _rounded(text: str) -> str:
+    return re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), text)
 
 
 def dark() -> str:

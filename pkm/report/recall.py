@@ -75,15 +75,17 @@ def _measures(runs: Sequence[Run]) -> list[tuple[str, Measure]]:
     def saved(group: str) -> Measure:
         return lambda facts: facts["groups"]["never"]["nll"] - facts["groups"][group]["nll"]
 
-    def label(group: str) -> str:
-        return group if group in MAIN else f"once, {group}" if group.endswith("ago") else group
-
     found = [(f"{label(group)}: nats an answer", mean(group, "nll")) for group in groups]
     if "never" in groups:
         found += [
             (f"{group}: nats fewer than never", saved(group)) for group in ("once", "more often") if group in groups
         ]
     return found + [(f"{group}: exact %", mean(group, "exact")) for group in MAIN if group in groups]
+
+
+def label(group: str) -> str:
+    """Of facts read never, once, more often, so many times, or once and so many steps ago."""
+    return f"once, {group}" if group.endswith("ago") else group
 
 
 def _cells(of: Mapping[str, Sequence[Run]], measure: Measure) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from pkm.config.schema import Config
@@ -11,9 +12,10 @@ from pkm.errors import UserError
 from pkm.evaluation.evaluate import inference
 from pkm.inference.generate import go_on
 from pkm.model.transformer import Transformer
+from pkm.text.vocab import Vocab
 
 PROMPT = 16
-"""Tokens of the validation text that are given."""
+"""Tokens of the validation text that are given, at most."""
 TOP_P = 0.9
 
 
@@ -25,9 +27,11 @@ class Sampler:
         self.tokens, self.seed = config.evaluate.sample if corpus.valid and corpus.decodes else 0, config.seed
         if corpus.valid and self.tokens:
             self.encoder = corpus.encoder()
-            self.prompt = [self.encoder.end_id, *corpus.valid.read(0, PROMPT).tolist()][
-                : max(config.corpus.context // 2, 1)
-            ]
+            given = corpus.valid.read(0, min(PROMPT, config.corpus.context // 2))
+            if isinstance(corpus.vocab, Vocab):  # no word is cut
+                ends = np.flatnonzero(corpus.vocab.word_ends[given] | (given == self.encoder.end_id))
+                given = given[: max(ends, default=-1) + 1]
+            self.prompt = [self.encoder.end_id, *given.tolist()]
 
     def write(self, model: Transformer, compute: Compute) -> dict[str, str] | None:
         """{prompt, text}; None without one, also where the model's predictions are not finite. Every rank must call it."""
