@@ -49,6 +49,7 @@ setup(
             "matplotlib",
             "mlflow-skinny",
             "mypy",
+            "PEER-pytorch",
             "product-key-memory",  # what scripts/import.py reads, to compare with
             "pytest",
             "pytest-xdist",

@@ -2,7 +2,9 @@
 
 python scripts/import.py --from hf exported/quickstart runs/quickstart-again     # what export.py --format hf wrote, or a Llama
 python scripts/import.py --from xlm checkpoint.pth runs/xlm                      # the paper's own code
+python scripts/import.py --from meta consolidated.pth runs/meta                  # Meta's memory code
 python scripts/import.py --from lucidrains model.pt memories/mine knn=32         # layers of product-key-memory
+python scripts/import.py --from peer model.pt memories/mine knn=16 non_competing_scores=false      # and of PEER-pytorch
 
 A run is there to generate with, to score, to export, to train on from (init_from); a memory for pkm.ProductKeyMemory.load.
 Settings that the file does not tell are given as on train.py's command line: corpus.path=prepared/mine model.heads=8
@@ -18,7 +20,11 @@ from pkm.errors import exits_cleanly
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--from", dest="kind", required=True, choices=["hf", "xlm", "lucidrains"], help="whose format it is"
+        "--from",
+        dest="kind",
+        required=True,
+        choices=["hf", "xlm", "meta", "lucidrains", "peer"],
+        help="whose format it is",
     )
     parser.add_argument("source", type=Path, help="file or directory to read")
     parser.add_argument("directory", type=Path, help="where to write; must not exist, or be empty")

@@ -19,7 +19,7 @@ from pkm.config.load import dump
 from pkm.config.schema import Config, load
 from pkm.errors import UserError, UserErrors
 from pkm.files import atomic_write, explained, publish
-from pkm.inference.adapters import hugging_face, xlm
+from pkm.inference.adapters import hugging_face, meta, xlm
 from pkm.inference.adapters.found import Found
 from pkm.inference.adapters.names import to_ours
 from pkm.model.transformer import Transformer, build_model
@@ -27,6 +27,7 @@ from pkm.model.transformer import Transformer, build_model
 MODELS: dict[str, Callable[[Path], Found]] = {
     "hf": hugging_face.find,
     "xlm": xlm.find,
+    "meta": meta.find,
 }
 """Who reads whole models, by the format's name."""
 
@@ -68,7 +69,7 @@ def settled(found: Found, path: Path, directory: Path, file: Path, overrides: Se
         what = f"it does not tell {', '.join(unsaid)}"
         raise UserError(what, str(path), f"give them: {' '.join(f'{key}=...' for key in unsaid)}")
     of_corpus = found.settings.get("corpus", {})
-    context = given.get("corpus.context", of_corpus.get("context", 256))
+    context = yaml.safe_load(given["corpus.context"]) if "corpus.context" in given else of_corpus.get("context", 256)
     whole = {
         "optim": {"steps": max(found.step, 1), "batch_tokens": context},  # nothing is trained
         **found.settings,
@@ -83,7 +84,7 @@ def settled(found: Found, path: Path, directory: Path, file: Path, overrides: Se
         named = [
             UserError(e.what, str(path) if str(file) in (e.where or "") else e.where, e.fix) for e in mistakes.errors
         ]
-        raise UserErrors(f"{len(named)} mistakes in the settings of the model", named) from None
+        raise UserErrors("the model's settings do not go together", named) from None
 
 
 def filled(config: Config, tensors: dict[str, Tensor], where: str) -> Transformer:

@@ -12,12 +12,12 @@ import yaml
 from torch import Tensor
 
 from pkm.errors import UserError
-from pkm.inference.adapters import lucidrains
+from pkm.inference.adapters import lucidrains, peer
 from pkm.inference.adapters.found import read_tensors
 from pkm.inference.adapters.names import to_ours
 from pkm.memory.product_key_memory import ProductKeyMemory
 
-LAYERS: dict[str, ModuleType] = {"lucidrains": lucidrains}
+LAYERS: dict[str, ModuleType] = {"lucidrains": lucidrains, "peer": peer}
 """Who knows a layer, by the format's name."""
 
 COUNTER = "num_batches_tracked"
@@ -40,7 +40,8 @@ def import_memories(kind: str, path: Path, directory: Path, overrides: Sequence[
     made = {}
     for prefix, theirs in layers.items():
         where = f"{path}: {prefix}" if prefix else str(path)
-        memory = ProductKeyMemory(**{**format.settings(theirs, where), **given})
+        own = dict(given)
+        memory = ProductKeyMemory(**{**format.settings(theirs, own, where), **own})
         fill(memory, to_ours(format.table(theirs, where), theirs, where), where)
         made[directory / prefix.rstrip(".") if len(layers) > 1 else directory] = memory
     for place, memory in made.items():

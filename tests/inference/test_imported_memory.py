@@ -8,7 +8,7 @@ from torch import nn
 
 import pkm
 from pkm.errors import UserError, UserErrors
-from pkm.inference.adapters import lucidrains
+from pkm.inference.adapters import lucidrains, peer
 from pkm.inference.adapters.names import to_theirs
 from pkm.inference.imported_memory import import_memories
 
@@ -151,3 +151,39 @@ def test_a_file_without_such_a_layer_is_named(tmp_path, content):
         import_memories("lucidrains", tmp_path / "layer.pt", tmp_path / "memory", ["knn=4"])
     with pytest.raises(UserError, match="no such file"):
         import_memories("lucidrains", tmp_path / "none.pt", tmp_path / "memory", ["knn=4"])
+
+
+def of_peer(**settings):
+    package = pytest.importorskip("PEER_pytorch")
+    sizes = {"heads": 3, "num_experts": 36, "num_experts_per_head": 4, "dim_key": 8}
+    return stirred(package.PEER(24, **{**sizes, "non_competing_scores": False, **settings}))
+
+
+@pytest.mark.parametrize(("activation", "name"), [(nn.GELU, "gelu"), (nn.ReLU, "relu"), (nn.SiLU, "silu")])
+def test_experts_of_the_package_compute_the_same_here(tmp_path, activation, name):
+    theirs = of_peer(activation=activation)
+    ours = imported(tmp_path, "peer", theirs, "knn=4", "non_competing_scores=false", f"activation={name}")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(X), theirs(X), rtol=1e-5, atol=1e-5)
+    again = to_theirs(peer.table(theirs.state_dict(), ""), ours.state_dict())
+    for key, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(again[key], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "said"),
+    [
+        ({}, ["knn=4"], "does not tell non_competing_scores"),
+        (
+            {"non_competing_scores": True},
+            ["knn=1", "non_competing_scores=true"],
+            "ReLU of the scores of one expert a head",
+        ),
+        ({"pre_rmsnorm": True}, ["knn=4", "non_competing_scores=false"], r"norm\.gamma"),
+        ({"separate_embed_per_head": True}, ["knn=4", "non_competing_scores=false"], "tables for each head"),
+    ],
+)
+def test_experts_that_a_memory_here_has_not_are_refused_by_name(tmp_path, settings, given, said):
+    with pytest.raises(UserError, match=said):
+        imported(tmp_path, "peer", of_peer(**settings), *given)
+    assert not (tmp_path / "memory").exists()
