@@ -8,14 +8,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pkm.errors import UserError
 from pkm.files import explained
+from pkm.text.bounded_cache import BoundedCache
+from pkm.text.library_chunks import CUT, cuts_before_spaces
 
 INSTALL = "pip install 'pkm[tokenizers]'"
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 """Names under which tokenizers have a token that ends a document, the first that is there."""
 
 MOST_IDS = 1 << 24
+CHUNKS = 1 << 20
+"""Words with the space before them whose ids are remembered: at most about 200 MB."""
 NAMED = 20
 """Tokens that a message names."""
 
@@ -57,6 +63,7 @@ class LibraryEncoder:
         self.unknown_id = _unknown(content, ids)
         self.unsampled = sorted(set(range(self.size)) - set(ids.values()) | special - {self.end_id})
         """Ids that generation never gives: special ones but for the end, and numbers without a token."""
+        self._chunks = BoundedCache(self._chunk_ids, CHUNKS) if cuts_before_spaces(content) else None
 
     @classmethod
     def load(cls, path: str | Path, end: str | None = None) -> LibraryEncoder:
@@ -67,12 +74,24 @@ class LibraryEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[tuple[Sequence[int], int]]:
         """(ids, words) of every document. UserError where the tokenizer has no ids for one."""
+        if self._chunks is not None:
+            each = (b"".join(map(self._chunks.__getitem__, CUT.split(text))) for text in texts)
+            found = [np.frombuffer(data, np.uint32).tolist() for data in each]
+        else:
+            found = self._library_ids(texts)
+        return [([*ids, self.end_id], len(text.split())) for ids, text in zip(found, texts, strict=True)]
+
+    def _chunk_ids(self, chunk: str) -> bytes:
+        [ids] = self._library_ids([chunk])
+        return np.array(ids, np.uint32).tobytes()
+
+    def _library_ids(self, texts: Sequence[str]) -> list[list[int]]:
         try:
             encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             fix = "give a tokenizer with a token for what it does not know, or a byte-level one"
             raise UserError(f"the tokenizer has no ids for a text: {error}", "subwords.tokenizer", fix) from error
-        return [([*one.ids, self.end_id], len(text.split())) for one, text in zip(encoded, texts, strict=True)]
+        return [one.ids for one in encoded]
 
     def encode(self, text: str, out: array[int]) -> int:
         """Append the ids of a document to `out`; returns its words."""

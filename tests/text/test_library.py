@@ -4,11 +4,14 @@ import json
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from pkm.errors import UserError
 from pkm.text import library
 from pkm.text.library import LibraryEncoder, learn_byte_level
+from pkm.text.library_chunks import PATTERNS, cuts_before_spaces
 from tests.support.tokenizer_files import END, changed, tokenizer_file
 from tests.text.goldens import golden
 
@@ -161,3 +164,38 @@ def test_learned_merges_are_those_of_the_most_frequent_pairs():
 def test_a_pair_seen_less_often_than_asked_is_not_merged():
     content = json.loads(learn_byte_level(iter(["ab ab ab cd cd"]), 1000, [END], 3))
     assert {"".join(merge) for merge in content["model"]["merges"]} == {"ab"}
+
+
+def with_split(pattern: str, behavior: str = "Isolated", **changes) -> bytes:
+    """The byte-level tokenizer with a pattern of another kind in front, as Llama 3's and Qwen's files have it."""
+    content = json.loads(tokenizer_file("byte-level"))
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": False}
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, {**content["pre_tokenizer"], "use_regex": False}],
+    }
+    return json.dumps(content | changes).encode()
+
+
+CUT_TOKENIZERS = [tokenizer_file("byte-level").encode(), *map(with_split, sorted(PATTERNS))]
+
+
+@pytest.mark.parametrize("content", CUT_TOKENIZERS, ids=["GPT-2", "1", "2"])
+@given(
+    text=st.text(
+        st.sampled_from(" \n\r\t\x1c\x85\xa0\u2003\u2028\u3000a\u00e9\u4e2d7\u0663'sS.-\u0301\U0001f600"), max_size=40
+    )
+)
+def test_a_text_cut_before_single_spaces_has_the_ids_of_the_whole(content, text):
+    encoder = LibraryEncoder(content)
+    assert encoder._chunks is not None
+    assert encoder.encode_batch([text])[0][0] == [*encoder._library_ids([text])[0], encoder.end_id]
+
+
+def test_only_what_is_known_to_split_before_a_space_is_cut_there():
+    assert all(map(cuts_before_spaces, CUT_TOKENIZERS))
+    of_letters = with_split(r"\p{L}+ \p{L}+|\s+")
+    merged = with_split(min(PATTERNS), "MergedWithNext")
+    normalized = with_split(min(PATTERNS), normalizer={"type": "NFC"})
+    for content in (of_letters, merged, normalized, *(tokenizer_file(k).encode() for k in ("metaspace", "wordpiece"))):
+        assert not cuts_before_spaces(content)
