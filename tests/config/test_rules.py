@@ -202,3 +202,20 @@ def test_what_the_readmes_table_says_no_to_is_refused_by_name_and_all_else_is_no
         found = impossible(config) + impossible_for(config, ranks)
         assert bool(found) == refuses(cell, asked), (asked, found)
         assert all(key.startswith("optim.") and what and fix for key, what, fix in found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "width"),
+    [([], 64), (["memory.read=experts", "memory.values_dim=6"], 6), (["memory.read=experts-linear", "memory.input_dim=6"], 6),
+     (["memory.keys=tucker", "memory.cores=4", "memory.values_dim=24"], 6)],
+    ids=["rows", "experts", "linear experts", "cores"],
+)  # fmt: skip
+def test_ranks_that_do_not_divide_the_columns_of_any_table_are_refused(
+    tmp_path: Path, settings: list[str], width: int
+) -> None:
+    made = loaded(tmp_path, MINIMAL + MEMORY, *settings, "parallel.values=sharded", "optim.batch_tokens=3072")
+    if width == 64:
+        assert [what for key, what, _ in impossible_for(made, 2) if key == "parallel.values"] == []
+    ranks = 4 if width == 6 else 3
+    (what,) = [what for key, what, _ in impossible_for(made, ranks) if key == "parallel.values"]
+    assert what == f"{ranks} ranks cannot share the {width} columns of the values evenly"
