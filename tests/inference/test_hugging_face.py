@@ -54,6 +54,8 @@ MEMORIES = {
         "read": "experts", "keys_shared_by_heads": True, "activation": "silu", "layers": [1, 2], "share_values": True,
     },
     "flat, normalised": {"keys": "flat", "sub_keys": None, "slots": 30, "keys_norm": "rms", "gate": "silu", "read": "experts"},
+    "values of another width": {"values_dim": 5},
+    "gated values of another width": {"values_dim": 24, "gate": "silu", "read": "experts"},
     "norm of halves": {"query": {"norm": "layer_halves", "dim": 12}},
     "two in a block": [
         {"layers": [2], "sub_keys": 8, "heads": 2, "knn": 3, "query": {"dim": 8}},
@@ -260,7 +262,8 @@ def test_a_full_disk_is_said_and_leaves_nothing(train, tmp_path):
 
 def test_every_setting_is_written_or_refused_by_name():
     """A new one is refused until someone puts it into modeling_pkm.py and into these sets."""
-    refused = {"model": set(), "memory": set(), "query": set()}
+    of_memories = {"orders", "rank", "cores", "expansion", "queries_by_rank", "input_dim"}  # Tucker keys and n-grams
+    refused = {"model": set(), "memory": of_memories, "query": set()}
     assert set(ModelConfig.model_fields) - export.MODEL == refused["model"]
     assert set(MemoryConfig.model_fields) - export.MEMORY == refused["memory"]
     assert set(QueryConfig.model_fields) - export.QUERY == refused["query"]

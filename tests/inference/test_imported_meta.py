@@ -20,19 +20,16 @@ PARAMS = {
 }  # fmt: skip
 
 
-def memory(layer, gate=True, tables=("values",)):
+def memory(layer, gate=True, tables=("values",), width=D):
     names = {
         "keys": (2 * H * C, Q // 2),
         "query_proj.query_mlps.0.weight": (H * Q, D),
         "query_proj.query_mlps.0.bias": (H * Q,),
     }
-    names |= {f"{table}.weight": (C * C, D) for table in tables}
+    names |= {f"{table}.weight": (C * C, width) for table in tables}
     if gate:
-        names |= {
-            f"{x}.{k}": (D, D)[: 2 - (k == "bias")]
-            for x in ("swilu_projection", "value_proj")
-            for k in ("weight", "bias")
-        }
+        names |= {"swilu_projection.weight": (width, D), "swilu_projection.bias": (width,)}
+        names |= {"value_proj.weight": (D, width), "value_proj.bias": (D,)}
     return {f"layers.{layer}.feed_forward.{name}": shape for name, shape in names.items()}
 
 
@@ -79,7 +76,7 @@ def read(state, layer, x, tables):
     queries = (x @ own["query_proj.query_mlps.0.weight"].T + own["query_proj.query_mlps.0.bias"]).unflatten(
         -1, (H, 2, Q // 2)
     )
-    y = torch.zeros_like(x)
+    y = x.new_zeros(*x.shape[:2], next(iter(tables.values())).shape[1])
     for b in range(len(x)):
         for t in range(x.shape[1]):
             for h in range(H):
@@ -131,6 +128,7 @@ CASES = {
     "memory": {"memories": memory(1, gate=False)},
     "memory+": {"memories": memory(1)},
     "one table under the first name": {"memories": memory(0) | memory(2, tables=())},
+    "values of another width": {"memories": memory(1, width=10)},
     "two tables": {"memories": memory(0) | memory(2)},
     "experts": {"memories": memory(1, tables=("values_u", "values_v"))},
 }
@@ -193,6 +191,7 @@ def test_what_the_file_does_not_tell_is_asked_for(tmp_path, corpus):
 REFUSED = {
     "scalar gate": ({"layers.1.feed_forward.gating.weight": (1, D)}, r"nothing here that layers\.1\.feed_forward\.gating\.weight"),
     "norm of queries": ({"layers.1.feed_forward.query_proj.norm.weight": (H * Q,)}, r"query_proj\.norm\.weight could be"),
+    "projection without a gate": ({"layers.2.feed_forward.value_proj.weight": (D, D)}, r"nothing here that layers\.2\.feed_forward\.value_proj"),
     "bias": ({"layers.0.attention.wq.bias": (D,)}, r"attention\.wq\.bias"),
 }  # fmt: skip
 

@@ -118,7 +118,7 @@ def described(
 def memory(theirs: Mapping[str, Tensor], at: Sequence[int], shared: bool) -> dict[str, Any]:
     name = f"layers.{at[0]}.feed_forward"
     experts = f"{name}.values_u.weight" in theirs
-    slots = len(theirs[f"{name}.{'values_u' if experts else 'values'}.weight"])
+    slots, width = theirs[f"{name}.{'values_v' if experts else 'values'}.weight"].shape
     sub_keys, (rows, half) = math.isqrt(slots), theirs[f"{name}.keys"].shape
     return {
         "layers": [layer + 1 for layer in at],
@@ -127,6 +127,7 @@ def memory(theirs: Mapping[str, Tensor], at: Sequence[int], shared: bool) -> dic
         "heads": max(rows // (2 * sub_keys), 1),
         "query": {"dim": 2 * half, "norm": "none"},
         "read": "experts" if experts else "rows",
+        "values_dim": None if width == theirs["tok_embeddings.weight"].shape[1] else width,
         "gate": "silu" if f"{name}.swilu_projection.weight" in theirs else "none",
         "share_values": shared,
     }

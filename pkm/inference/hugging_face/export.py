@@ -49,7 +49,7 @@ MODEL = {
 }  # fmt: skip
 MEMORY = {
     "layers", "count", "keys", "sub_keys", "slots", "heads", "keys_norm", "keys_shared_by_heads", "knn", "query", "read",
-    "activation", "gate", "share_values", "values_std", "place", "kernels",
+    "activation", "values_dim", "gate", "share_values", "values_std", "place", "kernels",
 }  # fmt: skip
 QUERY = {"dim", "hidden", "norm"}
 # Of settings that name a kind, the kinds that it computes.
@@ -57,6 +57,7 @@ KINDS = {
     "memory.keys": {"product", "flat"},
     "memory.read": {"rows", "experts"},
     "memory.gate": {"none", "silu"},
+    "memory.place": {"replace", "beside", "after"},
     "memory.keys_norm": {"none", "rms"},
     "memory.query.norm": {"batch", "layer", "layer_halves", "rms", "none"},
 }

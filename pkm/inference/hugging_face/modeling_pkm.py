@@ -287,12 +287,23 @@ class SlotExperts(nn.Module):
 class SiluGate(nn.Module):
     """W2 (y * silu(W1 x + b1)) + b2 of what was read y (Memory Layers at Scale, 2024)."""
 
-    def __init__(self, dim: int):
+    def __init__(self, width: int, dim: int):
         super().__init__()
-        self.gate, self.project = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.gate, self.project = nn.Linear(dim, width), nn.Linear(width, dim)
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         return self.project(y * F.silu(self.gate(x)))
+
+
+class Projection(nn.Module):
+    """A linear map of what was read y to the model's width."""
+
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        self.project = nn.Linear(width, dim, bias=False)
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return self.project(y)
 
 
 class Memory(nn.Module):
@@ -307,13 +318,17 @@ class Memory(nn.Module):
         shared, normalised = settings["keys_shared_by_heads"], settings["keys_norm"] == "rms"
         self.keys = Keys(heads, settings["sub_keys"], slots, query["dim"], shared, normalised)
         if like is None:
-            self.values = nn.Embedding(slots, dim)
+            self.values = nn.Embedding(slots, settings["values_dim"] or dim)
         else:
             object.__setattr__(self, "values", like.values)
         self.read: SlotExperts | None = None
         if settings["read"] == "experts":
             self.read = SlotExperts(settings["activation"], slots, dim, None if like is None else like.read)
-        self.output = SiluGate(dim) if settings["gate"] == "silu" else None
+        self.output: SiluGate | Projection | None = None
+        if settings["gate"] == "silu":
+            self.output = SiluGate(settings["values_dim"] or dim, dim)
+        elif settings["values_dim"] is not None:
+            self.output = Projection(settings["values_dim"], dim)
 
     def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
         """x (B, T, d), real (B, T) bool, False for padding, which reads nothing -> (B, T, d)."""
