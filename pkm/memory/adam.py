@@ -6,6 +6,8 @@ number of times a row was read, as torch's SparseAdam does.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,7 @@ class ValuesAdam:
         self.moments: list[tuple[Tensor, Tensor]] = []
         self.masters: list[Tensor | None] = []
         self.last_read: list[Tensor] = []  # (K,) int32 of each table: the step that read a row last, 0 = none
+        self.numbers: dict[int, Tensor] = {}
         for table in self.tables:
             table.collect_rows()
             values = table.weight.detach()
@@ -49,16 +52,10 @@ class ValuesAdam:
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of all tables' gradients, fp32 scalar; 0 for `in_backward`, which leaves none."""
-        found = [g.values for table in self.tables if (g := table.gradient()) is not None]
-        return torch.nn.utils.get_total_norm(found) if found else torch.zeros(())
-
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        if isinstance(factor, float) and factor == 1:
-            return  # saves a pass over all rows that were read
-        for table in self.tables:
-            gradient = table.gradient()
-            if gradient is not None:
-                gradient.values.mul_(factor)
+        sums = [total.square() for table in self.tables if (total := table.summed()) is not None]
+        found = [g.values for table in self.tables if table.summed() is None and (g := table.gradient()) is not None]
+        norm = torch.nn.utils.get_total_norm(found) if found else torch.zeros((), device=self.tables[0].weight.device)
+        return torch.stack([norm.square(), *sums]).sum().sqrt() if sums else norm
 
     def begin(self, lr: float, step: int) -> None:
         """Announce the update that the next backward is to apply; nothing to do unless `update: in_backward`."""
@@ -67,16 +64,33 @@ class ValuesAdam:
                 table.inside_backward = _Once(self._step(i, lr, step))
 
     @torch.no_grad()
-    def step(self, lr: float, step: int) -> None:
-        """Update the rows that were read; `step` counts from 1."""
+    def step(self, lr: float, step: int, factor: float | Tensor = 1.0) -> None:
+        """Update the rows that were read with `factor` () times their gradients; `step` counts from 1.
+
+        A factor of NaN moves nothing. One that a GPU holds is not waited for where Triton added the gradients up.
+        """
         for i, table in enumerate(self.tables):
             table.inside_backward = None
-            gradient = table.gradient()
-            if gradient is not None:
-                self._decay(i, gradient.rows, lr)
-                _update(gradient.rows, gradient.values, table.weight, self._step(i, lr, step))
+            total = table.summed()
+            if total is not None:
+                from pkm.memory.kernels import triton_adam
+
+                here = torch.as_tensor(factor, dtype=torch.float32).to(total.places.device, non_blocking=True)
+                triton_adam.update_sum(
+                    total, here, table.weight, self._step(i, lr, step, lr * self.settings.weight_decay)
+                )
                 if self.last_read:
-                    self.last_read[i][gradient.rows] = step
+                    self.last_read[i].masked_fill_((total.places >= 0) & ~here.isnan(), step)
+                continue
+            gradient = table.gradient()
+            if gradient is None or (number := float(factor)) != number:
+                continue
+            if number != 1:
+                gradient.values.mul_(number)
+            self._decay(i, gradient.rows, lr)
+            _update(gradient.rows, gradient.values, table.weight, self._step(i, lr, step))
+            if self.last_read:
+                self.last_read[i][gradient.rows] = step
 
     def _decay(self, table: int, rows: Tensor, lr: float) -> None:
         """Shrink rows (U,) of a table, or of its fp32 copy."""
@@ -96,10 +110,10 @@ class ValuesAdam:
         for table in self.tables:
             table.clear_gradient()
 
-    def _step(self, table: int, lr: float, step: int) -> AdamStep:
+    def _step(self, table: int, lr: float, step: int, decay: float = 0.0) -> AdamStep:
         (mean, square), settings = self.moments[table], self.settings
         seed = (step * 1_000_003 + table * 7_919) % (2**31 - 1)
-        return AdamStep(
+        made = AdamStep(
             mean,
             square,
             self.masters[table],
@@ -109,7 +123,14 @@ class ValuesAdam:
             step,
             seed,
             self.tables[table].first_column,
+            decay,
         )
+        if self.tables[table].backend.name == "triton":
+            # At the same place in every step, for a graph of launches that is played again.
+            on_device = self.numbers.setdefault(table, torch.empty(10, device=mean.device))
+            on_device.copy_(made.words(), non_blocking=True)
+            made = replace(made, on_device=on_device)
+        return made
 
     def state_tensors(self) -> dict[str, Tensor]:
         """`<table>.mean`, `<table>.square` and, where there are any, `<table>.master` and `<table>.last_read`; the tensors themselves,

@@ -101,11 +101,10 @@ class AdamWWithValues(torch.optim.AdamW):
         for table in self.values.tables:
             if dist.world_size() > 1 and not table.sharded:
                 sum_gradient(table)
-        self.values.scale_gradients(factor)
         self.updates += 1
         for group in self.param_groups:
             if group["name"] == "values":
-                self.values.step(float(group["lr"]), self.updates)
+                self.values.step(float(group["lr"]), self.updates, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the tables' gradients too."""

@@ -5,7 +5,6 @@ Shapes: K slots, d model width, N tokens, J reads of a token (heads * k), U dist
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from pkm.memory.kernels import read_op
 from pkm.memory.kernels.adam_step import AdamStep
 from pkm.memory.kernels.backend import REFERENCE, Backend
-
-_tickets = itertools.count(1)
+from pkm.memory.kernels.row_sum import RowSum
 
 
 class RowGradient(NamedTuple):
@@ -48,13 +46,11 @@ class Values(nn.Module):
         self.backend: Backend = REFERENCE
         self.read_sharded: Callable[[Values, Tensor, Tensor, torch.dtype], Tensor] | None = None
         self.dots_sharded: Callable[[Values, Tensor, Tensor], Tensor] | None = None
-        # By which backward finds the table. A tensor, so that all tables of a size share compiled code: a number would
-        # be a constant of it.
-        self.ticket = torch.tensor(0, device="cpu")
         self.collects = False
         self.first_column = 0  # of the whole table, where this is a rank's part of it
         self.inside_backward: Callable[[], AdamStep] | None = None
         self._gradient: RowGradient | None = None
+        self._sum: RowSum | None = None  # of Triton's backward, in its place
 
     @property
     def sharded(self) -> bool:
@@ -66,11 +62,7 @@ class Values(nn.Module):
         self.weight.requires_grad_(False)
         self.weight.grad = None
         self.collects = True
-        self._draw_ticket()
-
-    def _draw_ticket(self) -> None:
-        self.ticket = torch.tensor(next(_tickets), device="cpu")
-        read_op.RECEIVERS[int(self.ticket)] = self
+        read_op.RECEIVERS.add(self)
 
     def read(self, indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Weighted sum of rows: indices (N, J) int32 or int64, weights (N, J) -> (N, d) in `dtype`, by default the table's.
@@ -86,7 +78,7 @@ class Values(nn.Module):
         if self.collects and torch.is_grad_enabled() and not weights.requires_grad:
             # Backward must pass here for the rows' sake even where nothing before needs a gradient.
             weights = weights.detach().requires_grad_()
-        return self.backend.read(self.weight, indices, weights, self.ticket, dtype or self.weight.dtype)
+        return self.backend.read(self.weight, indices, weights, dtype or self.weight.dtype)
 
     def dots(self, x: Tensor, indices: Tensor) -> Tensor:
         """Products of tokens with rows: x (N, d), indices (N, J) int32 or int64 -> (N, J), at least fp32; 0 for an index below 0."""
@@ -96,18 +88,35 @@ class Values(nn.Module):
         """As `dots`, of the columns that this rank holds, and x (N, d / R) too."""
         if self.collects and torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # as in `read_columns`
-        return self.backend.dots(x, self.weight, indices, self.ticket)
+        return self.backend.dots(x, self.weight, indices)
 
     def gradient(self) -> RowGradient | None:
-        """Sum over all backward passes since `.clear_gradient()`; None if no row was read."""
-        return self._gradient
+        """Sum over all backward passes since `.clear_gradient()`; None if no row was read.
+
+        Waits for a GPU whose kernels added it up, and copies it: those who can take it as it is ask `summed`.
+        """
+        found = None if self._sum is None or not self._sum.reads else self._sum.sorted()
+        return self._gradient if found is None else RowGradient(*found)
+
+    def summed(self) -> RowSum | None:
+        """The gradient as Triton's kernels added it up; None if there is none, or it is somebody else's."""
+        return self._sum if self._sum is not None and self._sum.reads else None
 
     def set_gradient(self, gradient: RowGradient | None) -> None:
         """Put another in its place, for instance the sum over ranks."""
+        self.clear_gradient()
         self._gradient = gradient
 
     def clear_gradient(self) -> None:
         self._gradient = None
+        if self._sum is not None:
+            self._sum.clear()
+
+    def row_sum(self) -> RowSum:
+        """What Triton's backward adds the gradient of one pass to; kept from step to step, it is as large as they need."""
+        if self._sum is None or self._sum.places.device != self.weight.device:
+            self._sum = RowSum(self.weight)
+        return self._sum
 
     def receive(self, rows: Tensor, values: Tensor) -> None:
         """Add the gradient of one backward pass: rows (U,) ascending and distinct, values (U, d)."""
@@ -121,12 +130,12 @@ class Values(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or what is unpickled, begins as a parameter's does: without a gradient. The optimizer is the original's.
-        return {**super().__getstate__(), "_gradient": None, "inside_backward": None}
+        return {**super().__getstate__(), "_gradient": None, "_sum": None, "inside_backward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.collects:
-            self._draw_ticket()  # of its own: with the original's ticket its gradients would go there
+            read_op.RECEIVERS.add(self)
 
 
 def borrow(module: nn.Module, name: str, table: Values) -> None:

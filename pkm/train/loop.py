@@ -21,12 +21,12 @@ from pkm.run.stop import StopFlag
 from pkm.train.clock import Clock
 from pkm.train.garbage import collected_at_intervals
 from pkm.train.log_lines import log, progress, start_line, valid_line, valid_record
-from pkm.train.optim import LossScale, Optimizers
+from pkm.train.optim import LossScale, Optimizers, is_known
 from pkm.train.parallel import distribute
 from pkm.train.prefetch import Prefetcher
 from pkm.train.sample import Sampler
 from pkm.train.state import State, save, state_tensors
-from pkm.train.step import take_step, warm_up_ddp
+from pkm.train.step import Step, TakenStep, take_step, warm_up_ddp
 
 SLOW_DISK = 200e6
 """Bytes/s: how fast the first save may be, to stop in time for it."""
@@ -40,7 +40,8 @@ def train(
     batches = read_ahead(config, corpus, compute)
     clock = start_clock(run, corpus, model, optim, state)
     sampler = Sampler(config, corpus)
-    scale = LossScale(compute.precision == "fp16", state.loss_scale)
+    scale = LossScale(compute.precision == "fp16", state.loss_scale, compute.device)
+    found = Findings(run, state)
     module = distribute(model)
     model.train()
     run.status("running", state.step)
@@ -53,20 +54,47 @@ def train(
     with batches, collected_at_intervals() as collect:
         for step in progress(run, state.step, config.optim.steps):
             logs = is_due(config, step, config.log.every_steps) or step == 1
-            taken = take_step(run, compute, module, model, optim, batches.take(step), scale, step, logs)
-            state.count(step, taken.finite, scale.record())
-            refuse_to_skip_for_ever(config, state)
+            found.add(take_step(run, compute, module, model, optim, batches.take(step), scale, step, logs))
+            taken = found.now() if logs else None
             clock.tick(step, config.optim.batch_tokens)
-            if logs:
+            if taken is not None:
                 log(run, compute, corpus, model, optim, state, clock, taken)
             improved = False
             if corpus.valid and is_due(config, step, config.evaluate.every_steps):
                 improved = validate(run, compute, corpus, model, optim, state, clock, sampler)
-            if stop_or_save(run, compute, corpus, model, optim, state, clock, stop, improved):
+            if stop_or_save(run, compute, corpus, model, optim, state, clock, stop, improved, found):
                 break
             collect(step)
+    found.now()
     run.checkpoints.wait()
     return state
+
+
+class Findings:
+    """What steps found, read where nobody has to wait for it: a GPU's a step later, unless something depends on it now."""
+
+    def __init__(self, run: Run, state: State):
+        self.run, self.state = run, state
+        self.awaited: TakenStep | None = None
+        self.last: Step | None = None
+
+    def add(self, given: TakenStep) -> None:
+        """Step `given` was given to the device; the one before it is counted."""
+        self.now()
+        self.state.step, self.awaited = given.step, given
+        if is_known(given.numbers):
+            self.now()
+
+    def now(self) -> Step | None:
+        """Count the step that was given last, and what it found; UserError on every rank if too many in a row were skipped."""
+        if self.awaited is not None:
+            self.last, self.awaited = self.awaited.result(), None
+            self.state.count(self.last.finite, self.last.loss_scale)
+            if not self.last.finite:
+                step, loss, norms = self.last.step, self.last.loss, self.last.norms
+                self.run.say(f"step {step} skipped: loss {loss}, gradient norms {norms}")
+            refuse_to_skip_for_ever(self.run.config, self.state)
+        return self.last
 
 
 def is_due(config: Config, step: int, every_steps: int) -> bool:
@@ -132,7 +160,7 @@ def validate(
 
 def stop_or_save(
     run: Run, compute: Compute, corpus: Corpus, model: Transformer, optim: Optimizers, state: State, clock: Clock,
-    stop: StopFlag, improved: bool,
+    stop: StopFlag, improved: bool, found: Findings,
 ) -> bool:  # fmt: skip
     """Save where it is time for it; whether the run is told to stop, which it is only with a checkpoint of this step.
 
@@ -148,6 +176,7 @@ def stop_or_save(
     if reason == "failed save":
         saves.wait()
     if reason or improved or is_due(config, step, config.checkpoint.every_steps):
+        found.now()
         save(run, compute, model, optim, corpus, state, best=improved)
         clock.pause()
     if reason is None or step == config.optim.steps:

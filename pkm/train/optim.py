@@ -114,17 +114,24 @@ class DenseAdam:
     def scale_gradients(self, factor: float | Tensor, parameters: list[nn.Parameter] | None = None) -> None:
         """Of some parameters, or of all."""
         grads = _gradients(self.parameters.values() if parameters is None else parameters)
-        if grads:
+        if grads and not (is_known(factor) and factor == 1):
             torch._foreach_mul_(grads, factor)
 
-    def step(self, lr: dict[str, float]) -> None:
-        """Update; lr by the group's name."""
+    def step(self, lr: dict[str, float], skip: Tensor | None = None) -> None:
+        """Update; lr by the group's name. With `skip` () fp32 on the device, 1 leaves no trace, and nobody waits to know it."""
         for optimizer in (self.adam, self.muon):
-            if optimizer is not None:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr[group["name"]]
+            if optimizer is None:
+                continue
+            for group in optimizer.param_groups:
+                group["lr"] = lr[group["name"]]
+            if skip is None:
                 optimizer.step()
-        self.updates += 1
+            else:
+                _step_unless(skip, optimizer)
+        if skip is None:
+            self.updates += 1
+        else:
+            self.updates = self.updates.to(skip.device) + (skip == 0)
 
     def clear(self) -> None:
         for p in self.parameters.values():
@@ -137,6 +144,28 @@ class DenseAdam:
             of_p = self.adam.state[p] if self.muon is None or p not in self.muon.state else self.muon.state[p]
             moments |= {f"{name}.{key}": tensor for key, tensor in of_p.items() if key != "step"}
         return {"updates": self.updates, **moments}
+
+
+def is_known(number: float | Tensor) -> bool:
+    """Whether a number can be asked for without waiting for a GPU."""
+    return isinstance(number, float) or number.device.type == "cpu"
+
+
+def _step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Update, or with `skip` () = 1 leave no trace; who waits for its number is only who counts updates on the CPU."""
+    if isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]:
+        optimizer.found_inf = skip  # type: ignore[attr-defined]  # as a GradScaler sets it
+        optimizer.step()
+    elif isinstance(optimizer, torch.optim.AdamW) or "step" in optimizer.param_groups[0]:
+        if not skip:
+            optimizer.step()
+    else:  # Muon keeps no count, and knows of no such flag: what it moved is put back
+        moved = [t for p, of_p in optimizer.state.items() for t in (p, *of_p.values())]
+        before = [t.detach().clone() for t in moved]
+        optimizer.step()
+        with torch.no_grad():
+            for tensor, was in zip(moved, before, strict=True):
+                tensor.copy_(torch.where(skip == 0, tensor, was))
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -186,31 +215,35 @@ def parted(settings: OptimConfig, model: Transformer) -> dict[str, dict[str, nn.
 
 
 class LossScale:
-    """Dynamic loss scaling for fp16: halved on overflow, doubled after `GROWTH_STEPS` clean steps; 1 and fixed otherwise."""
+    """Dynamic loss scaling for fp16: halved on overflow, doubled after `GROWTH_STEPS` clean steps; 1 and fixed otherwise.
+
+    Where it is active its numbers are on the device, and follow from what is there: nobody waits for them.
+    """
 
     GROWTH_STEPS = 2000
     INITIAL = 2.0**16
 
-    def __init__(self, active: bool, record: dict[str, float] | None = None):
+    def __init__(self, active: bool, record: dict[str, float] | None = None, device: torch.device | str = "cpu"):
         """record    what `.record()` gave when it was saved; empty or None at the beginning"""
         self.active = active
-        self.value = self.INITIAL if active else 1.0
-        self.clean_steps = 0
-        if record:
-            self.value, self.clean_steps = record["value"], int(record["clean_steps"])
+        value, clean_steps = (
+            (record["value"], record["clean_steps"]) if record else (self.INITIAL if active else 1.0, 0)
+        )
+        self.value = torch.tensor(value, dtype=torch.float32, device=device)
+        self.clean_steps = torch.tensor(int(clean_steps), device=device)
 
-    def update(self, overflowed: bool) -> None:
+    def update(self, overflowed: Tensor | bool) -> None:
         if not self.active:
             return
-        if overflowed:
-            self.value, self.clean_steps = max(self.value / 2, 1.0), 0
-        else:
-            self.clean_steps += 1
-            if self.clean_steps == self.GROWTH_STEPS:
-                self.value, self.clean_steps = self.value * 2, 0
+        over = torch.as_tensor(overflowed, device=self.value.device).bool()
+        clean = torch.where(over, 0, self.clean_steps + 1)
+        grows = clean == self.GROWTH_STEPS
+        self.value = torch.where(over, (self.value / 2).clamp(min=1.0), torch.where(grows, self.value * 2, self.value))
+        self.clean_steps = torch.where(grows, 0, clean)
 
     def record(self) -> dict[str, float]:
-        return {"value": self.value, "clean_steps": self.clean_steps}
+        """Waits for the device."""
+        return {"value": float(self.value), "clean_steps": int(self.clean_steps)}
 
 
 class Optimizers:
@@ -244,10 +277,6 @@ class Optimizers:
     def learning_rates(self, step: int) -> dict[str, float]:
         return {name: learning_rate(group, step, self.steps) for name, group in self.settings.items()}
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        for optimizer in self._optimizers():
-            optimizer.scale_gradients(factor)
-
     def begin(self, step: int) -> None:
         """Before backward: `update: in_backward` moves the values inside it."""
         if isinstance(self.values, ValuesAdam):
@@ -265,32 +294,45 @@ class Optimizers:
                 assert p.grad is not None
                 dist.all_reduce(p.grad)
 
-    def gradient_norms(self) -> dict[str, float]:
-        """Euclidean norms over all ranks: of `dense`, of each group that is clipped apart from it, and of `values`."""
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """Euclidean norms over all ranks, scalars where the gradients are: of `dense`, of each group that is clipped apart from
+        it, and of `values`."""
         norms = {name: self.dense.gradient_norm(parameters) for name, parameters in self.clipped.items()}
         if self.values is not None:
             norms["values"] = self.values.gradient_norm()
             if self.sharded:
                 norms["values"] = dist.all_reduce(norms["values"].square()).sqrt()
-        return {name: float(norm) for name, norm in norms.items()}
+        return norms
 
-    def step(self, step: int, norms: dict[str, float]) -> None:
-        """Clip what has a norm to its own largest (FACTS: XLM clips the values apart from the rest), then update."""
+    def step(
+        self, step: int, norms: dict[str, Tensor], scale: float | Tensor = 1.0, skip: Tensor | None = None
+    ) -> None:
+        """Clip what has a norm to its own largest (FACTS: XLM clips the values apart from the rest), then update.
+
+        norms    of the gradients as they are but for the loss's `scale`, which is taken out of them here
+        skip     () fp32 beside the gradients, or None where they are known to be finite: 1 = leave no trace
+        """
         rates = self.learning_rates(step)
-        for name, norm in norms.items():
-            clip = self.settings[name].clip
-            if clip is None or norm <= clip:
-                continue
-            factor = clip / (norm + 1e-6)
-            if name in self.clipped:
-                self.dense.scale_gradients(factor, self.clipped[name])
-            elif self.values is not None:
-                self.values.scale_gradients(factor)
-        self.dense.step(rates)
+        factors = {name: self._factor(self.settings[name].clip, norm, scale) for name, norm in norms.items()}
+        for name, parameters in self.clipped.items():
+            self.dense.scale_gradients(factors.get(name, 1.0), parameters)
+        self.dense.step(rates, skip)
         if isinstance(self.values, ValuesAdam):
-            self.values.step(rates["values"], step)
+            factor = factors.get("values", 1.0)
+            self.values.step(
+                rates["values"], step, factor if skip is None else torch.where(skip == 0, factor, math.nan)
+            )
         elif self.values is not None:
-            self.values.step(rates)
+            self.values.scale_gradients(factors.get("values", 1.0))
+            self.values.step(rates, skip)
+
+    def _factor(self, clip: float | None, norm: Tensor, scale: float | Tensor) -> float | Tensor:
+        """What gradients of this norm, `scale` taken out of it, are multiplied by: 1 / scale and, if it is too large, clipped."""
+        if clip is None:
+            return 1 / scale
+        exact = norm.double()
+        clipped = torch.where(exact <= clip, 1.0, clip / (exact + 1e-6))
+        return (clipped / scale).float()
 
     def neglect(self, step: int) -> dict[str, dict[str, float]]:
         """By table, what its rows say of how little they are read: see ValuesAdam.neglect."""

@@ -34,9 +34,9 @@ class State:
     """What it was measured on (pkm.evaluation.evaluate.conditions): a loss on anything else is not compared with it."""
     loss_scale: dict[str, float] = field(default_factory=dict)
 
-    def count(self, step: int, updated: bool, loss_scale: dict[str, float]) -> None:
-        """Step `step` is done, by an update or by skipping it."""
-        self.step, self.loss_scale = step, loss_scale
+    def count(self, updated: bool, loss_scale: dict[str, float]) -> None:
+        """A step is known to have been an update, or skipped."""
+        self.loss_scale = loss_scale
         self.skipped += not updated
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
 

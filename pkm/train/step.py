@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pkm.config.schema import Config
 from pkm.device import Compute
@@ -14,37 +14,78 @@ from pkm.distributed import dist
 from pkm.evaluation.evaluate import UsageMeters, recording
 from pkm.model.transformer import Transformer
 from pkm.run.run import Run
-from pkm.train.optim import LossScale, Optimizers
+from pkm.train.optim import LossScale, Optimizers, is_known
 from pkm.train.parallel import average_statistics, sync_on_last
 from pkm.train.prefetch import Batch
 from pkm.train.profiler import profiled
+from pkm.train.update_size import UpdateSizes
 
 
 @dataclass
 class Step:
     """What a step found."""
 
+    step: int
     loss: float
     """Mean over the global batch, nats per token."""
     norms: dict[str, float]
     """Of the gradient of each group that is clipped by itself."""
     finite: bool
     """Whether loss and gradient were; else the step moved nothing."""
+    loss_scale: dict[str, float]
+    """After it."""
     usage: UsageMeters | None = None
     """What memories read and mixtures of experts chose, in steps that are measured."""
     update_sizes: dict[str, float] = field(default_factory=dict)
     """rms of each group's update over rms of its weights, in steps that are measured."""
 
 
+class TakenStep:
+    """A step that was given to the device. `.result()` waits until its numbers have come, not for what was given after it."""
+
+    def __init__(
+        self,
+        step: int,
+        loss: Tensor,
+        norms: dict[str, Tensor],
+        scale: LossScale,
+        usage: UsageMeters | None,
+        sizes: UpdateSizes | None,
+    ):
+        self.step, self.names, self.usage, self.sizes = step, list(norms), usage, sizes
+        numbers = [loss, *norms.values(), scale.value, scale.clean_steps]
+        packed = torch.stack([number.to(loss.device, torch.float64) for number in numbers])
+        self.arrived: torch.cuda.Event | None = None
+        self.numbers = packed
+        if packed.is_cuda:
+            self.numbers = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self.numbers.copy_(packed, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def result(self) -> Step:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        loss, *norms, value, clean_steps = self.numbers.tolist()
+        finite = all(map(math.isfinite, (loss, *norms)))
+        record = {"value": value, "clean_steps": int(clean_steps)}
+        found = Step(self.step, loss, dict(zip(self.names, norms, strict=True)), finite, record)
+        if finite:
+            found.usage, found.update_sizes = self.usage, self.sizes.result() if self.sizes else {}
+        return found
+
+
 def take_step(
     run: Run, compute: Compute, module: nn.Module, model: Transformer, optim: Optimizers, batch: Batch, scale: LossScale,
     step: int, measures: bool,
-) -> Step:  # fmt: skip
+) -> TakenStep:  # fmt: skip
     """Update the model by one batch, unless something is not finite: then the step leaves no trace but its number.
 
     module      what is called: the model, or the model with its gradients summed over ranks
     batch       this rank's inputs and targets, and maybe documents, int64 (windows, context)
     measures    also count what the memories read, and how far each group moved
+
+    Nothing here waits for a GPU: whether a step is skipped is decided there.
     """
     config = run.config
     with profiled(config.profile, step, run.directory):
@@ -53,28 +94,31 @@ def take_step(
         sizes = optim.update_sizes() if measures else None
         optim.clear()
         optim.begin(step)
-        loss, usage = backward(config, compute, module, model, batch, scale.value, measures)
+        loss, usage = backward(config, compute, module, model, batch, scale.value if scale.active else 1.0, measures)
         optim.sum_over_ranks()
-        if scale.active:
-            optim.scale_gradients(1 / scale.value)
-        norms = optim.gradient_norms()
-        finite = all(map(math.isfinite, (loss, *norms.values())))
-        if finite:
-            optim.step(step, norms)
-    scale.update(overflowed=not finite)
-    if not finite:
-        run.say(f"step {step} skipped: loss {loss}, gradient norms {norms}")
-        put_back(model, buffers)
-        return Step(loss, norms, finite)
-    return Step(loss, norms, finite, usage, sizes.result() if sizes else {})
+        norms = {name: norm / scale.value if scale.active else norm for name, norm in optim.gradient_norms().items()}
+        finite = torch.stack([number.to(loss.device).isfinite() for number in (loss, *norms.values())]).all()
+        factor = scale.value if scale.active else 1.0
+        if not is_known(finite):
+            optim.step(step, norms, factor, (~finite).float())
+            put_back(
+                model, [torch.where(finite, now, saved) for now, saved in zip(model.buffers(), buffers, strict=True)]
+            )
+        elif finite:
+            optim.step(step, norms, factor)
+        else:
+            put_back(model, buffers)
+    scale.update(~finite)
+    return TakenStep(step, loss, norms, scale, usage, sizes)
 
 
 def backward(
-    config: Config, compute: Compute, module: nn.Module, model: Transformer, batch: Batch, scale: float, measures: bool
-) -> tuple[float, UsageMeters | None]:
+    config: Config, compute: Compute, module: nn.Module, model: Transformer, batch: Batch, scale: float | Tensor,
+    measures: bool,
+) -> tuple[Tensor, UsageMeters | None]:  # fmt: skip
     """Add the gradient of `scale` times the global batch's mean loss to `.grad`, a micro-batch at a time.
 
-    Returns the global batch's mean loss, nats per token, and with `measures` what was read and chosen.
+    Returns the global batch's mean loss () fp32, nats per token, and with `measures` what was read and chosen.
     """
     windows = len(batch[0])
     size = config.optim.micro_batch or windows
@@ -92,10 +136,10 @@ def backward(
     if usage is not None:
         usage.sum_over_ranks()
     average_statistics(model)
-    return float(dist.all_reduce(total)), usage
+    return dist.all_reduce(total), usage
 
 
-def scaling(model: Transformer, loss: torch.Tensor, scale: float) -> float | torch.Tensor:
+def scaling(model: Transformer, loss: Tensor, scale: float | Tensor) -> float | Tensor:
     """`scale`; NaN if the loss of any rank is not finite and values move inside backward, where it is too late to skip the step.
 
     A gradient of NaN moves nothing, also of tokens whose own part of the loss is finite.
@@ -116,7 +160,7 @@ def warm_up_ddp(config: Config, compute: Compute, module: nn.Module, model: Tran
     put_back(model, buffers)
 
 
-def put_back(model: Transformer, buffers: list[torch.Tensor]) -> None:
+def put_back(model: Transformer, buffers: list[Tensor]) -> None:
     """Give the model the running statistics that it had."""
     for buffer, saved in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(saved)

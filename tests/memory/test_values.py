@@ -42,7 +42,7 @@ def test_gradients_of_a_read_are_those_of_finite_differences(kernels: str) -> No
     indices, weights = reads(3, 4)
 
     def read(table: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.ops.pkm.read(table, indices, w, torch.tensor(0), torch.float64, kernels)
+        return torch.ops.pkm.read(table, indices, w, [], torch.float64, kernels)
 
     assert torch.autograd.gradcheck(read, (values.weight, weights.requires_grad_()))
 

@@ -24,6 +24,7 @@ from pkm.memory.kernels import (
     triton_rows,
     triton_search,
 )
+from pkm.memory.kernels.row_sum import RowSum
 from pkm.memory.layer import MemoryLayer
 from pkm.memory.values import Values
 
@@ -142,30 +143,92 @@ def test_read_and_its_gradients_equal_the_references(
 
     out = triton_read.read(table, indices, weights, dtype)
     assert_near(out, reference.read(table, indices, weights), tolerance)
-    dots, rows, values = triton_rows.read_backward(grad, table, indices, weights, True, None)
-    assert rows is not None and values is not None
+    dots, rows, values = gradients(grad, table, indices, weights)
     assert_near(dots, reference.weight_gradient(grad, table, indices), 1e-4)
     expected_rows, expected = reference.row_gradient(grad, indices, weights)
     assert torch.equal(rows, expected_rows)
     assert_near(values, expected, 1e-4)
     dense = torch.zeros(slots, dim, device=DEVICE)
-    triton_rows.dense_gradient(grad, table, indices, weights, dense)
+    triton_rows.backward(triton_rows.plan(indices), grad, table, weights, out=dense, dots=False)
     assert_near(dense[rows], expected, 1e-4)
     assert dense.count_nonzero() <= values.numel()
-    again = triton_rows.read_backward(grad, table, indices, weights, True, None)
+    again = gradients(grad, table, indices, weights)
     assert torch.equal(again[0], dots) and torch.equal(again[2], values), "two runs differ"
 
     # Products with rows: x is what the gradient was above, and their gradients' weights are the weights.
     assert_near(triton_dots.dots(grad, table, indices), reference.weight_gradient(grad, table, indices), 1e-4)
     receiver = Values(1, 1)
+    receiver.weight.data = table
     receiver.collect_rows()
-    by_x = dot_op.dots_backward(weights, grad, table, indices, receiver.ticket, "triton")
+    by_x, _ = dot_op.dots_backward(weights, grad, table, indices, "triton", False)
     assert_near(by_x, reference.read(table, indices, weights), tolerance)
     gradient = receiver.gradient()
     if len(expected_rows) and gradient is not None:
         assert torch.equal(gradient.rows, expected_rows)
         assert_near(gradient.values, expected, 1e-4)
     assert (gradient is None) == (len(expected_rows) == 0)
+
+
+def gradients(
+    grad: torch.Tensor, table: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """By the weights; and the rows that were read, and by these."""
+    total = RowSum(table)
+    dots = triton_rows.backward(triton_rows.plan(indices), grad, table, weights, total)
+    assert dots is not None
+    rows, values = total.sorted() or (
+        torch.empty(0, dtype=torch.int64, device=DEVICE),
+        torch.empty(0, table.shape[1], device=DEVICE),
+    )
+    return dots, rows, values
+
+
+@pytest.mark.parametrize("dim, columns", [(20, 2048), (100, 32), *on_gpu((1024, 2048), (1600, 512))])
+def test_gradients_add_up_over_passes_in_one_buffer_and_their_squares_with_them(
+    dim: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_rows, "PIECE", 4)
+    monkeypatch.setattr(triton_rows, "COLUMNS", columns)
+    monkeypatch.setattr(triton_rows, "PROGRAMS", 3)  # each has several pieces to do
+    table, total = torch.randn(30, dim, device=DEVICE), RowSum(torch.empty(30, dim, device=DEVICE))
+    for turn in range(2):  # the second one begins anew in the buffers of the first
+        total.clear()
+        whole = torch.zeros(30, dim, device=DEVICE)
+        for tokens in (3, 1, 4):
+            indices = torch.randint(-1, 30, (tokens, 5), device=DEVICE, dtype=torch.int32)
+            indices[:, 1] = 7  # in several pieces of a pass, and in every pass
+            weights, grad = torch.rand(tokens, 5, device=DEVICE), torch.randn(tokens, dim, device=DEVICE)
+            triton_rows.backward(triton_rows.plan(indices), grad, table, weights, total)
+            rows, values = reference.row_gradient(grad, indices, weights)
+            whole[rows] += values
+            found = total.sorted()
+            assert found is not None
+            assert torch.equal(found[0], whole.any(1).nonzero().squeeze(1))
+            torch.testing.assert_close(found[1], whole[found[0]], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(total.square(), whole.square().sum())
+        assert len(total.rows) == 30, turn
+    total.clear()
+    assert total.sorted() is None and total.square() == 0
+
+
+@pytest.mark.parametrize("factor", [0.25, float("nan")])
+def test_the_sum_is_applied_with_a_factor_that_only_the_gpu_knows(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_adam, "PROGRAMS", 2)
+    table, total = torch.randn(9, 6, device=DEVICE), RowSum(torch.empty(9, 6, device=DEVICE))
+    indices, weights = torch.randint(0, 9, (4, 2), device=DEVICE), torch.rand(4, 2, device=DEVICE)
+    grad, other = torch.randn(4, 6, device=DEVICE), table.clone()
+    triton_rows.backward(triton_rows.plan(indices), grad, table, weights, total)
+    rows, values = reference.row_gradient(grad, indices, weights)
+    steps = [
+        adam_step.AdamStep(*torch.zeros(2, 9, 6, device=DEVICE), None, 1e-2, (0.9, 0.99), 1e-8, 1, 1) for _ in "ab"
+    ]
+    triton_adam.update_sum(total, torch.tensor(factor, device=DEVICE), table, steps[0])
+    if factor == factor:
+        adam_step.update(rows, values * factor, other, steps[1])
+    for ours, theirs in ((table, other), (steps[0].mean, steps[1].mean), (steps[0].square, steps[1].square)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
@@ -185,7 +248,8 @@ def test_rows_beyond_two_to_the_31_numbers_are_read_and_updated() -> None:
     grad = torch.ones(3, dim, device=DEVICE)
     mean, square = torch.zeros_like(table), torch.zeros_like(table)
     step = adam_step.AdamStep(mean, square, None, 0.5, (0.9, 0.999), 1e-8, 1, 1)
-    dots, _, _ = triton_rows.read_backward(grad, table, indices, weights, True, step)
+    dots = triton_rows.backward(triton_rows.plan(indices), grad, table, weights, step=step)
+    assert dots is not None
     torch.testing.assert_close(dots, torch.full_like(dots, dim))
     torch.testing.assert_close(table[-1].float(), torch.full((dim,), 0.5, device=DEVICE))
     assert table[:-1].count_nonzero() == 0 and mean[:-1].count_nonzero() == 0
@@ -220,7 +284,7 @@ def test_fused_and_sparse_updates_equal_the_plain_one(
         elif way == "sparse":
             triton_adam.update(rows, compact, table, step)
         else:
-            triton_rows.read_backward(grad, table, indices, weights, True, step)
+            triton_rows.backward(triton_rows.plan(indices), grad, table, weights, step=step)
         tables.append((table, step))
     # Stochastic rounding may take the other neighbour: one step of bf16.
     close = {torch.float32: dict(rtol=1e-4, atol=1e-6), torch.bfloat16: dict(rtol=2**-7, atol=1e-6)}
@@ -275,7 +339,7 @@ def test_numbers_in_bf16_are_rounded_as_in_plain_pytorch_and_alike_on_any_number
         elif way == "sparse":
             triton_adam.update(rows, g, table, step)
         else:
-            triton_rows.read_backward(g, table, rows.int().unsqueeze(1), one, True, step)
+            triton_rows.backward(triton_rows.plan(rows.int().unsqueeze(1)), g, table, one, step=step)
         ends.append((*moments, table))
     for plain_one, whole, *parts in zip(*ends, strict=True):
         assert torch.equal(whole, torch.cat(parts, 1))

@@ -37,6 +37,18 @@ class AdamStep:
     """Of stochastic rounding: below 2^31, another for every step and table."""
     first_column: int = 0
     """Of the whole table, where this is a rank's part of it: a number is rounded alike whichever rank has it."""
+    decay: float = 0.0
+    """Of a row's numbers before it moves; only kernels of a GPU know of it."""
+    on_device: Tensor | None = None
+    """`words`, where the table is a GPU's."""
+
+    def words(self) -> Tensor:
+        """(10,) fp32: `numbers`, the bits of `noise_seed`, 1 - `decay`; pinned where there is a GPU to send them to."""
+        words = torch.empty(10)
+        words[:8] = torch.tensor(self.numbers())
+        words.view(torch.int32)[8] = self.noise_seed()
+        words[9] = 1 - self.decay
+        return words.pin_memory() if torch.cuda.is_available() else words
 
     def noise_seed(self) -> int:
         """What is added to a number's hash in this table, signed 32 bits; it takes the first column in."""

@@ -45,13 +45,14 @@ class Backend:
         """Of flat keys, with softmax: see `flat_search_op.search_flat`."""
         return flat_search_op.search_flat(query, keys, bias, k, self.name)
 
-    def read(self, table: Tensor, indices: Tensor, weights: Tensor, ticket: Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, table: Tensor, indices: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Weighted sum of rows: see `read_op.read`."""
-        return read_op.read(table, indices, weights, ticket, dtype, self.name)
+        plan = read_op.plan_rows(indices) if self.name == "triton" and torch.is_grad_enabled() else []
+        return read_op.read(table, indices, weights, plan, dtype, self.name)
 
-    def dots(self, x: Tensor, table: Tensor, indices: Tensor, ticket: Tensor) -> Tensor:
+    def dots(self, x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
         """Products of tokens with rows: see `dot_op.dots`."""
-        return dot_op.dots(x, table, indices, ticket, self.name)
+        return dot_op.dots(x, table, indices, self.name)
 
     def column_statistics(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, variance and count: see `statistics.column_statistics`."""

@@ -70,8 +70,9 @@ def search_flat_backward(
         from pkm.memory.kernels import triton_read, triton_rows
 
         by_query = triton_read.read(table, rows, by_scores, query.dtype)
-        triton_rows.dense_gradient(queries, table, rows, by_scores, by_keys)
-        triton_rows.dense_gradient(ones, by_bias, rows, by_scores, by_bias)
+        plan = triton_rows.plan(rows)
+        triton_rows.backward(plan, queries, table, by_scores, out=by_keys, dots=False)
+        triton_rows.backward(plan, ones, by_bias, by_scores, out=by_bias, dots=False)
     else:
         by_query = cpu.read(table, rows, by_scores).to(query.dtype)
         for gradient, of in ((by_keys, queries), (by_bias, ones)):
