@@ -21,7 +21,9 @@ from pkm.memory.kernels.row_sum import RowSum
 class Receiver(Protocol):
     """A table as backward sees it."""
 
-    weight: Tensor
+    @property
+    def weight(self) -> Tensor:
+        """(K, d)."""
 
     def receive(self, rows: Tensor, values: Tensor) -> None:
         """Take the gradient of one backward pass: rows (U,) int64 ascending and distinct, values (U, d) fp32."""
