@@ -89,18 +89,21 @@ def evaluate(
     """
     other, word_ends = isinstance(corpus.vocab, OtherVocab), _word_ends(corpus)
     usage = UsageMeters(model)
-    nll, tokens, words, unknown = 0.0, 0, 0, 0
+    losses: list[Tensor] = []
+    tokens = words = unknown = 0
     with inference(model), recording(model):
         for inputs, targets, *apart in _batches(split, config, documents):
             between()
             with compute.autocast():
-                nll += float(_forward(model, compute, inputs, targets, *apart))
+                losses.append(_forward(model, compute, inputs, targets, *apart))
             scored = targets != IGNORE
             tokens += int(scored.sum())
             words += int(word_ends[targets[scored]].sum())
             unknown += int((targets[scored] == corpus.unknown_id).sum())
             # Never padding: what follows it is not scored.
-            usage.update(torch.from_numpy(scored).flatten().to(compute.device))
+            usage.update(_sent(scored.ravel(), compute.device))
+    # Asked for once, at the end, that nobody waits for the device before.
+    nll = sum(torch.stack(losses).tolist()) if losses else 0.0
     nll, tokens, words, unknown = _sum_over_ranks(nll, tokens, words, unknown)
     usage.sum_over_ranks()
     if not math.isfinite(nll):
@@ -247,10 +250,10 @@ class UsageMeters:
     """By layer, what each memory reads and each mixture of experts chooses, while `recording`."""
 
     def __init__(self, model: Transformer):
-        self.model = model
-        self.memories = {name: UsageMeter(memory.slots, memory.heads) for name, memory in model.memories()}
+        self.model, device = model, next(model.parameters()).device
+        self.memories = {name: UsageMeter(memory.slots, memory.heads, device) for name, memory in model.memories()}
         self.experts: dict[MemoryName, UsageMeter] = {
-            layer: UsageMeter(experts.count, 1) for layer, experts in model.experts()
+            layer: UsageMeter(experts.count, 1, device) for layer, experts in model.experts()
         }
 
     def update(self, counts: Tensor | None = None) -> None:
@@ -269,8 +272,14 @@ class UsageMeters:
 
 def _forward(model: Transformer, compute: Compute, *batch: Any) -> Tensor:
     """The summed loss of a batch of NumPy arrays; text ends within it, and what follows is padding."""
-    ids, wanted, text, *documents = (torch.from_numpy(part).to(compute.device) for part in batch)
+    ids, wanted, text, *documents = (_sent(part, compute.device) for part in batch)
     return model(ids, wanted, text, *documents)
+
+
+def _sent(part: np.ndarray, device: torch.device) -> Tensor:
+    """On the device; a GPU fetches it while this goes on."""
+    found = torch.from_numpy(part)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 def _exp(x: float) -> float | None:

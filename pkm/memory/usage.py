@@ -32,50 +32,67 @@ class Usage:
     """Of a search that is not exact, the share of each head's best slots that it finds; None of one that is."""
 
 
-class UsageMeter:
-    """Adds up what a memory of K slots and H heads reads over a whole split, in float64 on the CPU.
+UNITS = 2.0**32
+"""Of a weight on a GPU: those of fp32 above 2^-8 are whole numbers of it, and 2^31 times all the weight of a head have room."""
 
-    weights  (K,) float64: z', the sum of w(x)_i over tokens and heads (paper 4.2), without the sign that weights of Tucker keys may have
-    tokens   tokens seen
-    shared   slots that two heads share, summed over tokens and pairs of heads
-    recalls  recalls of batches, summed, and how many there were
+
+class UsageMeter:
+    """Adds up what a memory of K slots and H heads reads over a whole split, on a GPU where that is: nobody waits for it.
+
+    weights  (K,): z', the sum of w(x)_i over tokens and heads (paper 4.2), without the sign that weights of Tucker keys may have. On a CPU float64; on a GPU, whose threads add up
+             in any order, int64 in parts of 1 / UNITS, that the sum is the same in every run
+    counts   (3,) int64: tokens seen; slots that two heads share, summed over tokens and pairs of heads; weights that are
+             not finite
+    recalls  (2,) float64: recalls of batches, summed, and how many there were
     """
 
-    def __init__(self, slots: int, heads: int):
+    def __init__(self, slots: int, heads: int, device: torch.device | str = "cpu"):
         self.slots, self.heads = slots, heads
-        self.weights = torch.zeros(slots, dtype=torch.float64)
-        self.tokens = 0
-        self.shared = 0
-        self.recalls = 0.0, 0
+        on_gpu = torch.device(device).type == "cuda"
+        self.weights = torch.zeros(
+            slots, dtype=torch.int64 if on_gpu else torch.float64, device=device if on_gpu else "cpu"
+        )
+        self.counts = torch.zeros(3, dtype=torch.int64, device=self.weights.device)
+        self.recalls = torch.zeros(2, dtype=torch.float64, device=self.weights.device)
 
     def update(
         self, indices: Tensor, weights: Tensor, counts: Tensor | None = None, recall: Tensor | None = None
     ) -> None:
         """indices (N, H, k) int32 or int64, weights (N, H, k): what N tokens read; counts (N,) bool: which of them to take."""
+        here = self.weights.device
         if recall is not None:
-            self.recalls = self.recalls[0] + float(recall), self.recalls[1] + 1
-        if counts is not None:
-            indices, weights = indices[counts], weights[counts]
-        indices = indices.detach().cpu().long()
-        self.weights.index_add_(0, indices.flatten(), weights.detach().cpu().double().abs().flatten())
-        self.tokens += indices.shape[0]
+            self.recalls += torch.stack([recall.detach().to(here).double(), torch.ones_like(self.recalls[0])])
+        indices, weights = indices.detach().to(here).long(), weights.detach().to(here).double().abs()
+        taken = torch.ones(len(indices), dtype=torch.bool, device=here) if counts is None else counts.to(here)
+        indices, weights = (torch.where(taken.view(-1, 1, 1), t, 0) for t in (indices, weights))
+        self.weights.index_add_(0, indices.flatten(), self._amounts(weights).flatten())
         # A slot that m heads select is m equal neighbours in sorted order: m * (m - 1) / 2 equal pairs, none further than H - 1 apart.
         together = indices.flatten(1).sort(-1).values
-        self.shared += sum(int((together[:, lag:] == together[:, :-lag]).sum()) for lag in range(1, self.heads))
+        shared = [(together[:, lag:] == together[:, :-lag]).sum(1) for lag in range(1, self.heads)]
+        of_two = sum(shared, torch.zeros_like(taken, dtype=torch.int64)) * taken
+        self.counts += torch.stack([taken.sum(), of_two.sum(), (~weights.isfinite()).sum()])
+
+    def _amounts(self, weights: Tensor) -> Tensor:
+        """What `weights` takes in; a weight above 0 stays above it."""
+        exact = self.weights.dtype is torch.float64
+        return weights if exact else torch.where(weights.isfinite(), (weights * UNITS).ceil(), 0.0).long()
 
     def sum_over_ranks(self) -> None:
         """Take in what every rank's meter counted; to be called once, on all ranks, before `result`."""
-        counts = dist.all_reduce(torch.tensor([self.tokens, self.shared, *self.recalls], dtype=torch.float64))
-        self.tokens, self.shared = int(counts[0]), int(counts[1])
-        self.recalls = float(counts[2]), int(counts[3])
-        self.weights = dist.all_reduce(self.weights)
+        dist.all_reduce(self.counts)
+        dist.all_reduce(self.weights)
+        dist.all_reduce(self.recalls)
 
     def result(self) -> Usage:
         """Usage of all tokens so far; ValueError if there were none, or their weights were not finite."""
-        total = self.weights.sum()
-        if not torch.isfinite(total) or total <= 0:
-            raise ValueError(f"no usage to measure: the weights of {self.tokens} tokens sum to {total.item()}")
-        z = (self.weights / total).sort().values
+        (tokens, shared, strange), recalls = self.counts.tolist(), self.recalls.tolist()
+        weights = self.weights.cpu().double()
+        total = weights.sum()
+        if strange or total <= 0:
+            raise ValueError(
+                f"no usage to measure: the weights of {tokens} tokens sum to {total.item()}, {strange} of them no numbers"
+            )
+        z = (weights / total).sort().values
         slots = self.slots
         nonzero = z[z > 0]
         ranks = torch.arange(1, slots + 1, dtype=torch.float64)
@@ -90,6 +107,6 @@ class UsageMeter:
             top50=top[0],
             top90=top[1],
             top99=top[2],
-            shared_by_two_heads=self.shared / (self.tokens * pairs) if pairs else 0.0,
-            recall=self.recalls[0] / self.recalls[1] if self.recalls[1] else None,
+            shared_by_two_heads=shared / (tokens * pairs) if pairs else 0.0,
+            recall=recalls[0] / recalls[1] if recalls[1] else None,
         )

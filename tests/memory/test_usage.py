@@ -57,7 +57,7 @@ def test_batches_add_up_in_any_order() -> None:
     for rows in (slice(25, 40), slice(0, 25)):
         parts.update(indices[rows], weights[rows])
     torch.testing.assert_close(parts.weights, whole.weights, rtol=1e-12, atol=0)
-    assert (parts.tokens, parts.shared) == (whole.tokens, whole.shared)
+    assert torch.equal(parts.counts, whole.counts)
 
 
 def test_tokens_that_do_not_count_leave_no_trace() -> None:
@@ -66,9 +66,40 @@ def test_tokens_that_do_not_count_leave_no_trace() -> None:
     masked.update(indices, weights, counts)
     picked.update(indices[counts], weights[counts])
     assert torch.equal(masked.weights, picked.weights)
-    assert (masked.tokens, masked.shared) == (int(counts.sum()), picked.shared)
+    assert torch.equal(masked.counts, picked.counts) and masked.counts[0] == counts.sum()
 
 
 def test_no_weights_is_an_error_not_a_number() -> None:
     with pytest.raises(ValueError, match="no usage"):
         UsageMeter(4, 1).result()
+
+
+def on_a_gpu(meter: UsageMeter) -> UsageMeter:
+    """It counts as it does there, on this CPU."""
+    meter.weights = meter.weights.long()
+    return meter
+
+
+def test_what_a_gpu_counts_is_the_same_in_any_order_and_as_good_as_float64() -> None:
+    indices, weights, counts = (
+        torch.randint(0, 50, (400, 2, 3)),
+        torch.rand(400, 2, 3).softmax(-1),
+        torch.rand(400) < 0.6,
+    )
+    exact, there, again = UsageMeter(50, 2), on_a_gpu(UsageMeter(50, 2)), on_a_gpu(UsageMeter(50, 2))
+    exact.update(indices, weights, counts)
+    there.update(indices, weights, counts)
+    for order in torch.randperm(400).split(70):
+        again.update(indices[order], weights[order], counts[order])
+    assert torch.equal(there.weights, again.weights) and torch.equal(there.counts, exact.counts)
+    for name, number in vars(exact.result()).items():
+        assert vars(there.result())[name] == pytest.approx(number, rel=1e-8)
+
+
+def test_the_smallest_weight_is_use_and_what_is_no_number_an_error_on_a_gpu_too() -> None:
+    meter = on_a_gpu(UsageMeter(4, 1))
+    meter.update(torch.tensor([[[0, 1]]]), torch.tensor([[[1.0, 1e-30]]]))
+    assert meter.result().percent == 50.0
+    meter.update(torch.tensor([[[0, 1]]]), torch.tensor([[[float("nan"), 0.5]]]))
+    with pytest.raises(ValueError, match="no usage"):
+        meter.result()
