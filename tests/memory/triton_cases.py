@@ -43,12 +43,25 @@ SEARCHES = [
     (2, 2, 16, 4), (1, 1, 64, 16), (2, 1, 48, 12), (1, 1, 1, 1), (2, 1, 12, 12), (1, 2, 100, 1), (1, 1, 128, 8),
     *on_gpu(
         (4096, 4, 512, 32), (4096, 4, 1024, 32), (1000, 3, 128, 16), (777, 2, 384, 48), (300, 1, 2048, 64), (100, 8, 768, 8),
-        (64, 1, 64, 64), (501, 4, 4096, 32), (65, 2, 256, 128),
+        (64, 1, 64, 64), (501, 4, 4096, 32), (65, 2, 256, 128), (200, 4, 16_384, 32), (33, 1, 11_314, 32),
     ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "equal", "nan", "infinite", "close"])
+KINDS = ["random", "ties", "equal", "nan", "infinite", "close"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1, 100, 4), (1, 1, 70, 16)])
+def test_rows_in_several_pieces_are_searched_as_exactly(
+    shape: tuple[int, int, int, int], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size in ("WHOLE", "PIECE", "REPAIR_PIECE"):
+        monkeypatch.setattr(triton_search, size, 32)
+    test_search_selects_exactly_what_the_reference_selects(shape, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SEARCHES)
 def test_search_selects_exactly_what_the_reference_selects(shape: tuple[int, int, int, int], kind: str) -> None:
     tokens, heads, sub_keys, k = shape
@@ -175,7 +188,9 @@ def gradients(
     """By the weights; and the rows that were read, and by these."""
     total = RowSum(table)
     dots = triton_rows.backward(triton_rows.plan(indices), grad, table, weights, total)
-    assert dots is not None
+    # Of rows whose gradient nobody wants.
+    alone = triton_rows.backward(triton_rows.plan(indices), grad, table, weights)
+    assert dots is not None and alone is not None and torch.equal(alone, dots)
     rows, values = total.sorted() or (
         torch.empty(0, dtype=torch.int64, device=DEVICE),
         torch.empty(0, table.shape[1], device=DEVICE),

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pkm.memory.kernels import cpu
 
-SCORE_BYTES = 1 << 28  # sub-key scores that are kept at a time, forward
+SCORE_BYTES = 1 << 28  # sub-key scores that are kept at a time, forward on a CPU
+LEAST_TOKENS = 1024  # on a GPU: fewer would leave a part of it idle
 GRADIENT_BYTES = 1 << 26  # their gradients, backward on a GPU
 
 
@@ -31,7 +32,7 @@ def search(query: Tensor, keys: Tensor, bias: Tensor, k: int, kernels: str) -> t
     bias = bias.to(dtype).contiguous()
     slots = torch.empty(tokens, heads, k, dtype=torch.int32, device=query.device)
     weights = torch.empty(tokens, heads, k, dtype=dtype, device=query.device)
-    at_once = max(1, SCORE_BYTES // (heads * 2 * sub_keys * 4))
+    at_once = tokens_at_once(heads * 2 * sub_keys * 4, query.device)
     for first in range(0, tokens, at_once):
         part = slice(first, first + at_once)
         if kernels == "triton":
@@ -41,6 +42,13 @@ def search(query: Tensor, keys: Tensor, bias: Tensor, k: int, kernels: str) -> t
         else:
             slots[part], weights[part] = cpu.search(sub_key_scores(query[part], keys, bias), k)
     return slots, weights
+
+
+def tokens_at_once(score_bytes: int, device: torch.device) -> int:
+    """Tokens whose scores, so many bytes each, exist together: on a GPU as many as stay in L2 until they are read."""
+    if device.type != "cuda":
+        return max(1, SCORE_BYTES // score_bytes)
+    return max(LEAST_TOKENS, torch.cuda.get_device_properties(device).L2_cache_size * 2 // 3 // score_bytes)
 
 
 @search.register_fake
@@ -56,8 +64,8 @@ def search_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `search` by query, keys (in their dtypes) and bias (in that of the weights); grad (N, H, k).
 
-    On a GPU the gradient of the scores is made for some tokens at a time, in one buffer, into which and from which only
-    the selected sub-keys' numbers are written; elsewhere there is none, only the selected sub-keys' rows are added up.
+    On a GPU the gradient of the scores is made for some tokens at a time, in one buffer; elsewhere there is none, only the
+    selected sub-keys' rows are added up.
     """
     if kernels != "triton":
         by_scores = weights * (grad - (weights * grad).sum(-1, keepdim=True))
@@ -67,7 +75,7 @@ def search_backward(
     tokens, heads, _ = slots.shape
     _, _, sub_keys, half = keys.shape
     at_once = max(1, min(tokens, GRADIENT_BYTES // (heads * 2 * sub_keys * query.element_size())))
-    buffer = torch.zeros(at_once, heads, 2, sub_keys, dtype=query.dtype, device=query.device)
+    buffer = torch.empty(at_once, heads, 2, sub_keys, dtype=query.dtype, device=query.device)
     query = query.contiguous()
     keys_per_side = keys.reshape(heads * 2, sub_keys, half)
     by_query = torch.empty_like(query)
@@ -78,14 +86,12 @@ def search_backward(
         part = slice(first, first + at_once)
         n = min(at_once, tokens - first)
         by_scores = buffer[:n]
-        score_gradient(grad[part], weights[part], slots[part], by_scores, False)
+        score_gradient(grad[part], weights[part], slots[part], by_scores)
         per_side = by_scores.view(n, heads * 2, sub_keys).transpose(0, 1)  # (2H, N, C)
         queries = query[part].view(n, heads * 2, half).transpose(0, 1)  # (2H, N, q / 2)
         torch.bmm(per_side, keys_per_side, out=by_query[part].view(n, heads * 2, half).transpose(0, 1))
         by_keys += product(per_side.transpose(1, 2), queries)
         by_bias += product(ones.expand(heads * 2, 1, n), per_side)
-        if first + at_once < tokens:
-            score_gradient(grad[part], weights[part], slots[part], by_scores, True)
     return by_query, by_keys.view_as(keys).to(keys.dtype), by_bias.view(heads, 2, sub_keys)
 
 

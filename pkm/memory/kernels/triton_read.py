@@ -33,7 +33,8 @@ def read_kernel(
 
 
 # Measured on an H100; see benchmarks/results/memory-h100.md.
-READ_COLUMNS = 64
+READ_BYTES = 128
+"""Of a row at a time: those of all rows in use are to stay in L2, whatever they are kept in."""
 READ_ROWS = 32
 READ_WARPS = 1
 
@@ -44,7 +45,7 @@ def read(table: Tensor, indices: Tensor, weights: Tensor, dtype: torch.dtype) ->
     dim = table.shape[1]
     out = torch.empty(tokens, dim, dtype=dtype, device=table.device)
     if out.numel():
-        columns = min(READ_COLUMNS, triton.next_power_of_2(dim))
+        columns = min(READ_BYTES // table.element_size(), triton.next_power_of_2(dim))
         grid = (tokens, triton.cdiv(dim, columns))
         read_kernel[grid](
             table.contiguous(), indices.contiguous(), weights.float().contiguous(), out, reads, dim, columns, READ_ROWS,

@@ -24,9 +24,8 @@ from pkm.memory.kernels.row_sum import RowSum
 from pkm.memory.kernels.triton_adam import adam_row, numbers_of
 
 # What happens to the gradient of a row.
-STORE = tl.constexpr(0)  # stored at the row's place, or added to what this step has stored there
+STORE = tl.constexpr(0)  # stored at the row's place, if it has one, or added to what this step has stored there
 ADAM = tl.constexpr(1)  # applied at once
-NOTHING = tl.constexpr(2)  # not wanted
 
 LOW = tl.constexpr(0xFFFFFFFF)
 
@@ -88,9 +87,10 @@ def place_kernel(rows, ranks, state, places, listed, M, BLOCK: tl.constexpr):
 def _store(grad, place, d, D: tl.constexpr, out, state):
     """Columns d of a row's gradient to its place, added to what an earlier pass left there -> the sum of their squares."""
     at = out + place * D + d
+    here = (d < D) & (place >= 0)
     if place < tl.load(state):
-        grad += tl.load(at, mask=d < D, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    tl.store(at, grad.to(out.dtype.element_ty), mask=d < D, eviction_policy="evict_first")
+        grad += tl.load(at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    tl.store(at, grad.to(out.dtype.element_ty), mask=here, eviction_policy="evict_first")
     return tl.sum(tl.where(d < D, grad * grad, 0.0), 0)
 
 
@@ -137,9 +137,7 @@ def rows_kernel(
                         if D > BD and column > 0:
                             dot += tl.load(dots + q, mask=e < end, other=0.0)
                         tl.store(dots + q, dot, mask=e < end)
-                if MODE == NOTHING:
-                    pass
-                elif parted:
+                if parted:
                     part = 2 * (begin // PIECE) + (begin % PIECE != 0).to(tl.int32)
                     tl.store(partial + part.to(tl.int64) * D + d, total, mask=d < D)
                 elif MODE == STORE:
@@ -150,8 +148,8 @@ def rows_kernel(
                     # The next slice of columns adds to the dots that other threads of this program have stored.
                     tl.debug_barrier()
             if MODE == STORE:
-                if parted == 0:
-                    tl.store(squares + tl.load(row_places + slot), total_square)
+                place = tl.load(row_places + slot)
+                tl.store(squares + place, total_square, mask=(parted == 0) & (place >= 0))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -181,7 +179,8 @@ def join_kernel(
             else:
                 adam_row(total, slot, d, D, table, mean, square, master, numbers, MASTER)
         if MODE == STORE:
-            tl.store(squares + tl.load(row_places + slot), total_square)
+            place = tl.load(row_places + slot)
+            tl.store(squares + place, total_square, mask=place >= 0)
 
 
 class Plan(NamedTuple):
@@ -301,18 +300,18 @@ def backward(
     wait_for_plan(table.device)
     blocks = triton.cdiv(reads, PIECE)
     partial = torch.empty(2 * blocks if blocks > 1 else 1, dim, dtype=torch.float32, device=table.device)
-    mode, target = NOTHING, (partial, partial, partial, partial)  # places, state, gradients, squares
-    if total is not None:
-        enlist(p, total)
-        mode, target = STORE, (total.places, total.state, total.values, total.squares)
-    elif out is not None:
-        slots = torch.arange(len(table), dtype=torch.int32, device=table.device)
-        nothing = torch.zeros(1, dtype=torch.int32, device=table.device)
-        mode, target = STORE, (slots, nothing, out, torch.empty(len(table), device=table.device))
+    mode, target = STORE, (partial, partial, partial, partial)  # places, state, gradients, squares
     state = partial, partial, partial, partial
     if step is not None:
         mode = ADAM
         state = step.mean, step.square, table if step.master is None else step.master, numbers_of(step, table.device)
+    elif total is not None:
+        enlist(p, total)
+        target = total.places, total.state, total.values, total.squares
+    else:
+        places = torch.arange(len(table), dtype=torch.int32, device=table.device)
+        nothing, squares = places.new_zeros(1), torch.empty(len(table), device=table.device)
+        target = (places, nothing, out, squares) if out is not None else (places.fill_(-1), nothing, partial, squares)
     shared = mode.value, step is not None and step.master is not None
     width = triton.next_power_of_2(dim)
     rows_kernel[(min(reads, len(table) + 1 + blocks, PROGRAMS),)](
@@ -320,7 +319,7 @@ def backward(
         partial if by_weights is None else by_weights, partial, *target, *state, reads, weights.shape[1], dim,
         min(width, COLUMNS), ROWS_BLOCK, PIECE, *shared, dots, num_warps=ROWS_WARPS,
     )  # fmt: skip
-    if blocks > 1 and mode != NOTHING:
+    if blocks > 1:
         join_kernel[(blocks - 1,)](
             p.slots, table, partial, *target, *state, reads, dim, min(width, 1024), PIECE, *shared, num_warps=4
         )

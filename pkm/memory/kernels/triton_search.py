@@ -20,6 +20,7 @@ from torch import Tensor
 from pkm.memory.kernels.pairs import pair_table
 
 TAKEN = tl.constexpr(-(2**31))  # below every sortable score
+LOW = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.constexpr_function
@@ -61,26 +62,56 @@ def _falls(score, j, K: tl.constexpr, KP: tl.constexpr):
 
 
 @triton.jit
+def _best_groups(
+    scores, bias, token_ok, END, C: tl.constexpr, PIECE: tl.constexpr, S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
+):  # fmt: skip
+    """The K groups of S neighbours with the largest maxima, as far as coarse scores tell: (BR, KP), and a bound below the K-th
+    of these. PIECE scores of a row at a time."""
+    BR: tl.constexpr = token_ok.shape[0]
+    G: tl.constexpr = PIECE // S
+    groups, best = tl.zeros([BR, KP], tl.int32), tl.full([BR, KP], float("-inf"), tl.float32)
+    bound = tl.full([BR], float("-inf"), tl.float32)
+    for start in range(0, C if PIECE >= C else END, PIECE):
+        c = start + tl.arange(0, PIECE)
+        x = _scores(scores, bias, token_ok, c, C)
+        maxima = tl.max(tl.reshape(x, [BR, G, S]), 2)
+        high = tl.max(maxima, 1)
+        low = tl.min(tl.where(maxima == float("-inf"), high[:, None], maxima), 1)
+        place, low = _coarse_top(maxima, high, low, K, KP)
+        group, maximum = start // S + place, tl.gather(maxima, place, 1)
+        if PIECE < C:
+            # The K best of those so far and of these.
+            group = tl.reshape(tl.join(groups, group), [BR, 2 * KP])
+            maxima = tl.reshape(tl.join(best, maximum), [BR, 2 * KP])
+            low = tl.maximum(bound, low)
+            place, low = _coarse_top(maxima, tl.max(maxima, 1), low, K, KP)
+            group, maximum = tl.gather(group, place, 1), tl.gather(maxima, place, 1)
+        groups, best, bound = group, maximum, low
+    return groups, bound
+
+
+@triton.jit
+def _scores(scores, bias, token_ok, c, C: tl.constexpr):
+    """Scores of sub-keys c (W,) with their bias: (BR, W), -inf beyond C."""
+    x = tl.load(scores[:, None] + c[None, :], mask=token_ok[:, None] & (c < C)[None, :], other=float("-inf"))
+    return x + tl.load(bias + c, mask=c < C, other=0.0)[None, :]
+
+
+@triton.jit
 def _half(
-    scores, bias, token_ok, C: tl.constexpr, CP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
+    scores, bias, token_ok, END, C: tl.constexpr, PIECE: tl.constexpr, S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
 ):  # fmt: skip
     """One side's k best sub-keys of each row.
 
     scores   pointers (BR,) to the C scores of a row;  bias  pointer to the (C,) that are added to them
+    PIECE    scores of a row at a time, all C of them or fewer, so that they fit into registers
     S        neighbours that are first compared as one: the k groups with the largest maxima hold the k best scores
     -> sub-keys (BR, KP) int32, their scores (BR, KP) fp32, and (BR,) whether they are proven right
     """
     BR: tl.constexpr = token_ok.shape[0]
-    c = tl.arange(0, CP)
-    inside = c < C
-    x = tl.load(scores[:, None] + c[None, :], mask=token_ok[:, None] & inside[None, :], other=float("-inf"))
-    x += tl.load(bias + c, mask=inside, other=0.0)[None, :]
     j = tl.arange(0, KP)
     if S > 1:
-        maxima = tl.max(tl.reshape(x, [BR, CP // S, S]), 2)
-        high = tl.max(maxima, 1)
-        low = tl.min(tl.where(maxima == float("-inf"), high[:, None], maxima), 1)
-        group, low = _coarse_top(maxima, high, low, K, KP)
+        group, low = _best_groups(scores, bias, token_ok, END, C, PIECE, S, K, KP)
         near = tl.reshape(group[:, :, None] * S + tl.arange(0, S)[None, None, :], [BR, KP * S])
         there = token_ok[:, None] & (near < C)
         y = tl.load(scores[:, None] + near, mask=there, other=float("-inf")) + tl.load(
@@ -89,11 +120,16 @@ def _half(
         place, low = _coarse_top(y, tl.max(y, 1), low, K, KP)
         best, score = tl.gather(near, place, 1), tl.gather(y, place, 1)
     else:
-        high, low = tl.max(x, 1), tl.min(tl.where(inside[None, :], x, float("inf")), 1)
+        c = tl.arange(0, PIECE)
+        x = _scores(scores, bias, token_ok, c, C)
+        high, low = tl.max(x, 1), tl.min(tl.where((c < C)[None, :], x, float("inf")), 1)
         best, low = _coarse_top(x, high, low, K, KP)
         score = tl.gather(x, best, 1)
     # `not below` instead of `reaches`: NaN is counted then, and fails the proof.
-    reach = tl.sum(tl.where(x < _at(score, K - 1)[:, None], 0, 1), 1)
+    least, reach = _at(score, K - 1)[:, None], tl.zeros([BR], tl.int32)
+    for start in range(0, C if PIECE >= C else END, PIECE):
+        x = _scores(scores, bias, token_ok, start + tl.arange(0, PIECE), C)
+        reach += tl.sum(tl.where(x < least, 0, 1), 1)
     return best, score, _falls(score, j, K, KP) & (reach == K)
 
 
@@ -112,7 +148,7 @@ def _write(out_slots, out_weights, row, row_ok, slot, score, K: tl.constexpr, KP
 
 @triton.jit
 def search_kernel(
-    scores, bias, pairs, out_slots, out_weights, unproven, N, H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
+    scores, bias, pairs, out_slots, out_weights, unproven, N, END, H: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """scores (H, 2, N, C), bias (H, 2, C) fp32, pairs (P,) int32
@@ -123,8 +159,8 @@ def search_kernel(
     row = token * H + head
     first = (2 * head).to(tl.int64)
     one, two = scores + (first * N + token) * C, scores + ((first + 1) * N + token) * C
-    i, a, proven = _half(one, bias + first * C, ok, C, CP, S, K, KP)
-    j, b, also = _half(two, bias + (first + 1) * C, ok, C, CP, S, K, KP)
+    i, a, proven = _half(one, bias + first * C, ok, END, C, PIECE, S, K, KP)
+    j, b, also = _half(two, bias + (first + 1) * C, ok, END, C, PIECE, S, K, KP)
 
     pair = tl.load(pairs + tl.arange(0, P))
     there = (pair >= 0)[None, :]
@@ -164,23 +200,31 @@ def _sortable(x):
 
 
 @triton.jit
-def _exact_half(scores, bias, C: tl.constexpr, CP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
-    """The K best sub-keys of one row, one after the other: (1, KP) and their scores."""
-    c, j = tl.arange(0, CP)[None, :], tl.arange(0, KP)[None, :]
-    x = tl.load(scores + c, mask=c < C, other=0.0) + tl.load(bias + c, mask=c < C, other=0.0)
-    left = tl.where(c < C, _sortable(x), TAKEN)
-    best = tl.zeros([1, KP], tl.int32)
+def _exact_half(scores, bias, END, C: tl.constexpr, PIECE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    """The K best sub-keys of one row, one after the other: (1, KP) and their scores. PIECE scores of it at a time.
+
+    A score and its sub-key are one number of 64 bits, larger for the lower of two sub-keys: the next one is the largest below
+    the last.
+    """
+    j = tl.arange(0, KP)[None, :]
+    best, last = tl.zeros([1, KP], tl.int32), tl.full([1], 2**63 - 1, tl.int64)
     for turn in range(K):
-        first = tl.min(tl.where(left == tl.max(left, 1)[:, None], c, CP), 1)
-        best = tl.where(j == turn, first[:, None], best)
-        left = tl.where(c == first[:, None], TAKEN, left)
+        following = tl.full([1], -(2**63), tl.int64)
+        for start in range(0, C if PIECE >= C else END, PIECE):
+            c = start + tl.arange(0, PIECE)[None, :]
+            x = tl.load(scores + c, mask=c < C, other=0.0) + tl.load(bias + c, mask=c < C, other=0.0)
+            number = (_sortable(x).to(tl.int64) << 32) | (C - 1 - c)
+            here = tl.where((c < C) & (number < last[:, None]), number, -(2**63))
+            following = tl.maximum(following, tl.max(here, 1))
+        last = following
+        best = tl.where(j == turn, (C - 1 - (last & LOW)).to(tl.int32)[:, None], best)
     return best, tl.load(scores + best) + tl.load(bias + best)
 
 
 @triton.jit
 def repair_kernel(
-    scores, bias, pairs, out_slots, out_weights, unproven, N, H: tl.constexpr,
-    C: tl.constexpr, CP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+    scores, bias, pairs, out_slots, out_weights, unproven, N, END, H: tl.constexpr,
+    C: tl.constexpr, PIECE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Do again, one slot after the other, the rows whose result is unproven; a program looks after ROWS of them."""
     start = tl.program_id(0) * ROWS
@@ -198,8 +242,8 @@ def repair_kernel(
         to_do -= 1
         row = start + offset
         first = (2 * (row % H)).to(tl.int64)
-        i, a = _exact_half(scores + (first * N + row // H) * C, bias + first * C, C, CP, K, KP)
-        j, b = _exact_half(scores + ((first + 1) * N + row // H) * C, bias + (first + 1) * C, C, CP, K, KP)
+        i, a = _exact_half(scores + (first * N + row // H) * C, bias + first * C, END, C, PIECE, K, KP)
+        j, b = _exact_half(scores + ((first + 1) * N + row // H) * C, bias + (first + 1) * C, END, C, PIECE, K, KP)
         total, lost = _exact_sum(tl.gather(a, pair // KP, 1), tl.gather(b, pair % KP, 1))
         slot = tl.gather(i, pair // KP, 1) * C + tl.gather(j, pair % KP, 1)
         left = tl.where(there, _sortable(total), TAKEN)
@@ -219,33 +263,30 @@ def repair_kernel(
 
 @triton.jit
 def score_gradient_kernel(
-    grad_weights, weights, slots, out, R, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BR: tl.constexpr, CLEAR: tl.constexpr,
-):  # fmt: skip
-    """Gradient of the sub-key scores of R rows into out (R, 2, C), which is zero elsewhere; the others are (R, K).
+    grad_weights, weights, slots, out, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ZEROS: tl.constexpr
+):
+    """Gradient of the sub-key scores of one row, of (R, 2, C), into out; the others are (R, K).
 
-    CLEAR writes the zeros back. A sub-key in several selected slots gets the sum of theirs, which each of them works out
-    in one order and writes: the same number, whoever comes last.
+    A sub-key in several selected slots gets the sum of theirs, which each of them works out in one order and writes: the same
+    number, whoever comes last.
     """
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    j = tl.arange(0, KP)
-    ok = (row < R)[:, None] & (j < K)[None, :]
-    at = row.to(tl.int64)[:, None] * K + j[None, :]
-    slot = tl.load(slots + at, mask=ok, other=0)
-    first = out + row.to(tl.int64)[:, None] * (2 * C) + slot // C
-    second = out + row.to(tl.int64)[:, None] * (2 * C) + C + slot % C
-    if CLEAR:
-        nothing = tl.zeros_like(slot).to(out.dtype.element_ty)
-        tl.store(first, nothing, mask=ok)
-        tl.store(second, nothing, mask=ok)
-    else:
-        # Softmax backward: w (g - sum w g).
-        w = tl.load(weights + at, mask=ok, other=0.0)
-        g = tl.load(grad_weights + at, mask=ok, other=0.0)
-        g = w * (g - tl.sum(w * g, 1)[:, None])
-        total = _sum_by(tl.where(ok, slot // C, -1), g)
-        tl.store(first, total.to(out.dtype.element_ty), mask=ok)
-        total = _sum_by(tl.where(ok, slot % C, -1), g)
-        tl.store(second, total.to(out.dtype.element_ty), mask=ok)
+    row = tl.program_id(0).to(tl.int64)
+    out += row * (2 * C)
+    for start in range(0, 2 * C, ZEROS):
+        c = start + tl.arange(0, ZEROS)
+        tl.store(out + c, tl.zeros([ZEROS], tl.float32).to(out.dtype.element_ty), mask=c < 2 * C)
+    j = tl.arange(0, KP)[None, :]
+    slot = tl.load(slots + row * K + j, mask=j < K, other=0)
+    # Softmax backward: w (g - sum w g).
+    w = tl.load(weights + row * K + j, mask=j < K, other=0.0)
+    g = tl.load(grad_weights + row * K + j, mask=j < K, other=0.0)
+    g = w * (g - tl.sum(w * g, 1)[:, None])
+    # The zeros of all threads are there before any of them writes more.
+    tl.debug_barrier()
+    total = _sum_by(tl.where(j < K, slot // C, -1), g)
+    tl.store(out + slot // C, total.to(out.dtype.element_ty), mask=j < K)
+    total = _sum_by(tl.where(j < K, slot % C, -1), g)
+    tl.store(out + C + slot % C, total.to(out.dtype.element_ty), mask=j < K)
 
 
 @triton.jit
@@ -267,37 +308,58 @@ def search_into(scores: Tensor, bias: Tensor, slots: Tensor, weights: Tensor) ->
         return unproven
     k_width = max(2, triton.next_power_of_2(k))
     width = max(k_width, triton.next_power_of_2(sub_keys))
+    group, piece = group_size(width, k_width), piece_size(width, k_width)
     pairs = pair_table(k, k_width, scores.device)
-    shape = (tokens, heads, sub_keys, width)
+    shape = (tokens, sub_keys, heads, sub_keys)
     search_kernel[(triton.cdiv(tokens, SEARCH_TOKENS), heads)](
-        scores, bias, pairs, slots, weights, unproven, *shape, group_size(width, k_width), k, k_width, len(pairs), SEARCH_TOKENS,
+        scores, bias, pairs, slots, weights, unproven, *shape, piece, group, k, k_width, len(pairs), SEARCH_TOKENS,
         num_warps=SEARCH_WARPS,
     )  # fmt: skip
     repair_kernel[(triton.cdiv(rows, REPAIR_ROWS),)](
-        scores, bias, pairs, slots, weights, unproven, *shape, k, k_width, len(pairs), REPAIR_ROWS, num_warps=1
+        scores,
+        bias,
+        pairs,
+        slots,
+        weights,
+        unproven,
+        *shape,
+        min(width, REPAIR_PIECE),
+        k,
+        k_width,
+        len(pairs),
+        REPAIR_ROWS,
+        num_warps=1,
     )
     return unproven
 
 
-def score_gradient(grad_weights: Tensor, weights: Tensor, slots: Tensor, out: Tensor, clear: bool) -> None:
-    """Gradient of the sub-key scores into out (N, H, 2, C), which is zero elsewhere; `clear` writes the zeros back."""
+def score_gradient(grad_weights: Tensor, weights: Tensor, slots: Tensor, out: Tensor) -> None:
+    """Gradient of the sub-key scores into out (N, H, 2, C), whatever is there."""
     tokens, heads, k = slots.shape
     k_width = triton.next_power_of_2(k)
     score_gradient_kernel[(tokens * heads,)](
-        grad_weights, weights, slots, out, tokens * heads, out.shape[-1], k, k_width, 1, clear,
-        num_warps=1 if k_width <= 32 else 4,
-    )  # fmt: skip
+        grad_weights, weights, slots, out, out.shape[-1], k, k_width, ZEROS, num_warps=1 if k_width <= 32 else 4
+    )
 
 
+ZEROS = 512
 # Measured on an H100; see benchmarks/results/memory-h100.md.
 SEARCH_TOKENS = 1
 SEARCH_WARPS = 1  # Triton 3.6 cannot compile a gather in a tile of fewer numbers than threads
 REPAIR_ROWS = 16
+WHOLE, PIECE, REPAIR_PIECE = 1024, 512, 512
+CANDIDATES = 128
 
 
 def group_size(width: int, k_width: int) -> int:
-    """S: sorting width / S maxima and then k * S scores is least work near the root of width / k."""
+    """S: sorting width / S maxima and then k * S scores is least work near the root of width / k. More than CANDIDATES
+    scores take too many of a program's registers; and rows in pieces are compared by groups."""
     size = 1
-    while (2 * size) ** 2 * k_width <= width:
+    while (2 * size) ** 2 * k_width <= width and 2 * size * k_width <= CANDIDATES:
         size *= 2
-    return size
+    return max(size, 2) if width > WHOLE else size
+
+
+def piece_size(width: int, k_width: int) -> int:
+    """Scores of a row that are in registers at a time: all of a width up to WHOLE, else PIECE; k groups at least."""
+    return width if width <= WHOLE else min(width, max(PIECE, group_size(width, k_width) * k_width))
