@@ -63,14 +63,18 @@ class StopFlag:
 
         Every rank must call it at the same point; all get the same answer.
         """
-        reason = self.reason
-        if reason is None and is_main() and (run_directory / STOP_FILE).exists():
-            reason = f"{STOP_FILE} file"
+        own = self.position(run_directory)
         if world_size() == 1:
-            return reason
-        agreed = torch.tensor(REASONS.index(reason))
+            return REASONS[own]
+        agreed = torch.tensor(own)
         td.all_reduce(agreed, op=td.ReduceOp.MAX)
         return REASONS[int(agreed)]
+
+    def position(self, run_directory: Path) -> int:
+        """The place in REASONS of why this rank thinks that the run has to stop: for ranks that tell it with what they tell anyway."""
+        if self.reason is None and is_main() and (run_directory / STOP_FILE).exists():
+            return REASONS.index(f"{STOP_FILE} file")
+        return REASONS.index(self.reason)
 
     def check(self, run_directory: Path) -> None:
         """Stopped if `requested`. Every rank must call it at the same point."""

@@ -49,18 +49,19 @@ class Clock:
         """Of a step, on average."""
         return self.seconds / max(self.step - self.started_at, 1)
 
-    def must_stop(self, longest_save: float, saving: bool, evaluates: bool = False) -> bool:
+    def must_stop(self, longest_save: float, saving: bool, evaluates: bool = False, steps: int = 2) -> bool:
         """Whether another step could leave too little of `max_minutes` to save in.
 
         longest_save    seconds that a save took so far; 0 before the first
         saving          one is going on, and the last one would have to wait for it
-        evaluates       an evaluation comes with the next step
+        evaluates       an evaluation comes with the next steps
+        steps           that may pass before it does
         """
         if self.deadline is None:
             return False
         save = (2.5 if saving else 1.5) * (longest_save or self.save_seconds)
         evaluation = 1.5 * (self.evaluation_seconds or self.evaluation_steps * self.step_seconds())
-        return time.perf_counter() + 2 * self.step_seconds() + evaluation * evaluates + save > self.deadline
+        return time.perf_counter() + steps * self.step_seconds() + evaluation * evaluates + save > self.deadline
 
     def tokens_per_second(self) -> float:
         """Over the ticks since the last call."""

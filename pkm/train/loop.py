@@ -17,7 +17,7 @@ from pkm.evaluation.evaluate import evaluate, scored_tokens
 from pkm.format import duration
 from pkm.model.transformer import Transformer, column_sharded
 from pkm.run.run import Run
-from pkm.run.stop import StopFlag
+from pkm.run.stop import REASONS, StopFlag
 from pkm.train.clock import Clock
 from pkm.train.garbage import collected_at_intervals
 from pkm.train.log_lines import log, progress, start_line, valid_line, valid_record
@@ -54,7 +54,8 @@ def train(
     with batches, collected_at_intervals() as collect:
         for step in progress(run, state.step, config.optim.steps):
             logs = is_due(config, step, config.log.every_steps) or step == 1
-            found.add(take_step(run, compute, module, model, optim, batches.take(step), scale, step, logs))
+            batch, asked = batches.take(step), stop.position(run.directory)
+            found.add(take_step(run, compute, module, model, optim, batch, scale, step, logs, asked))
             taken = found.now() if logs else None
             clock.tick(step, config.optim.batch_tokens)
             if taken is not None:
@@ -77,6 +78,8 @@ class Findings:
         self.run, self.state = run, state
         self.awaited: TakenStep | None = None
         self.last: Step | None = None
+        self.later = 0
+        """Steps between what a rank is asked and what all of them know: 0 where they ask each other."""
 
     def add(self, given: TakenStep) -> None:
         """Step `given` was given to the device; the one before it is counted."""
@@ -84,6 +87,12 @@ class Findings:
         self.state.step, self.awaited = given.step, given
         if is_known(given.numbers):
             self.now()
+        elif dist.world_size() > 1:
+            self.later = 2  # told with the next step's loss, read a step after that
+
+    def asked(self) -> str | None:
+        """Why any rank was asked to stop (one of REASONS); the same on every rank, that asks at the same step."""
+        return REASONS[self.last.asked] if self.last is not None else None
 
     def now(self) -> Step | None:
         """Count the step that was given last, and what it found; UserError on every rank if too many in a row were skipped."""
@@ -167,12 +176,13 @@ def stop_or_save(
     Raises, on every rank, what a save in the background failed of.
     """
     config, step, saves = run.config, state.step, run.checkpoints
-    evaluates_next = is_due(config, step + 1, config.evaluate.every_steps)
-    if clock.must_stop(saves.longest_seconds, saves.saving(), evaluates_next):
+    evaluates_next = any(is_due(config, step + 1 + i, config.evaluate.every_steps) for i in range(1 + found.later))
+    if clock.must_stop(saves.longest_seconds, saves.saving(), evaluates_next, 2 + found.later):
         stop.ask("time limit")
     if saves.failed():
         stop.ask("failed save")
-    reason = stop.requested(run.directory)
+    # GPUs tell each other with the loss, so that no rank waits for another one's CPU.
+    reason = found.asked() if found.later else stop.requested(run.directory)
     if reason == "failed save":
         saves.wait()
     if reason or improved or is_due(config, step, config.checkpoint.every_steps):

@@ -14,6 +14,7 @@ from pkm.distributed import dist
 from pkm.evaluation.evaluate import UsageMeters, recording
 from pkm.model.transformer import Transformer
 from pkm.run.run import Run
+from pkm.run.stop import REASONS
 from pkm.train.optim import LossScale, Optimizers, is_known
 from pkm.train.parallel import average_statistics, sync_on_last
 from pkm.train.prefetch import Batch
@@ -34,6 +35,8 @@ class Step:
     """Whether loss and gradient were; else the step moved nothing."""
     loss_scale: dict[str, float]
     """After it."""
+    asked: int
+    """Place in REASONS of why any rank was asked to stop before it, as far as that was told with the loss."""
     usage: UsageMeters | None = None
     """What memories read and mixtures of experts chose, in steps that are measured."""
     update_sizes: dict[str, float] = field(default_factory=dict)
@@ -49,11 +52,12 @@ class TakenStep:
         loss: Tensor,
         norms: dict[str, Tensor],
         scale: LossScale,
+        asked: Tensor,
         usage: UsageMeters | None,
         sizes: UpdateSizes | None,
     ):
         self.step, self.names, self.usage, self.sizes = step, list(norms), usage, sizes
-        numbers = [loss, *norms.values(), scale.value, scale.clean_steps]
+        numbers = [loss, *norms.values(), scale.value, scale.clean_steps, asked]
         packed = torch.stack([number.to(loss.device, torch.float64) for number in numbers])
         self.arrived: torch.cuda.Event | None = None
         self.numbers = packed
@@ -66,10 +70,10 @@ class TakenStep:
     def result(self) -> Step:
         if self.arrived is not None:
             self.arrived.synchronize()
-        loss, *norms, value, clean_steps = self.numbers.tolist()
+        loss, *norms, value, clean_steps, asked = self.numbers.tolist()
         finite = all(map(math.isfinite, (loss, *norms)))
         record = {"value": value, "clean_steps": int(clean_steps)}
-        found = Step(self.step, loss, dict(zip(self.names, norms, strict=True)), finite, record)
+        found = Step(self.step, loss, dict(zip(self.names, norms, strict=True)), finite, record, int(asked))
         if finite:
             found.usage, found.update_sizes = self.usage, self.sizes.result() if self.sizes else {}
         return found
@@ -77,13 +81,14 @@ class TakenStep:
 
 def take_step(
     run: Run, compute: Compute, module: nn.Module, model: Transformer, optim: Optimizers, batch: Batch, scale: LossScale,
-    step: int, measures: bool,
+    step: int, measures: bool, asked: int = 0,
 ) -> TakenStep:  # fmt: skip
     """Update the model by one batch, unless something is not finite: then the step leaves no trace but its number.
 
     module      what is called: the model, or the model with its gradients summed over ranks
     batch       this rank's inputs and targets, and maybe documents, int64 (windows, context)
     measures    also count what the memories read, and how far each group moved
+    asked       place in REASONS of why this rank was asked to stop
 
     Nothing here waits for a GPU: whether a step is skipped is decided there.
     """
@@ -95,6 +100,7 @@ def take_step(
         optim.clear()
         optim.begin(step)
         loss, usage = backward(config, compute, module, model, batch, scale.value if scale.active else 1.0, measures)
+        loss, anyone_asked = agree(loss, asked)
         optim.sum_over_ranks()
         norms = {name: norm / scale.value if scale.active else norm for name, norm in optim.gradient_norms().items()}
         finite = torch.stack([number.to(loss.device).isfinite() for number in (loss, *norms.values())]).all()
@@ -109,7 +115,7 @@ def take_step(
         else:
             put_back(model, buffers)
     scale.update(~finite)
-    return TakenStep(step, loss, norms, scale, usage, sizes)
+    return TakenStep(step, loss, norms, scale, anyone_asked, usage, sizes)
 
 
 def backward(
@@ -118,7 +124,7 @@ def backward(
 ) -> tuple[Tensor, UsageMeters | None]:  # fmt: skip
     """Add the gradient of `scale` times the global batch's mean loss to `.grad`, a micro-batch at a time.
 
-    Returns the global batch's mean loss () fp32, nats per token, and with `measures` what was read and chosen.
+    Returns this rank's part of the global batch's mean loss () fp32, nats per token, and with `measures` what was read and chosen.
     """
     windows = len(batch[0])
     size = config.optim.micro_batch or windows
@@ -136,7 +142,17 @@ def backward(
     if usage is not None:
         usage.sum_over_ranks()
     average_statistics(model)
-    return dist.all_reduce(total), usage
+    return total, usage
+
+
+def agree(loss: Tensor, asked: int) -> tuple[Tensor, Tensor]:
+    """The sum of the ranks' losses (), and on GPUs, in the same message, the largest of what they were asked (); else 0."""
+    if is_known(loss):
+        return dist.all_reduce(loss), torch.zeros((), dtype=torch.int64)
+    told = torch.zeros(1 + len(REASONS), dtype=loss.dtype, device=loss.device)
+    told[0], told[1 + asked] = loss, 1
+    dist.all_reduce(told)
+    return told[0], ((told[1:] > 0) * torch.arange(len(REASONS), device=loss.device)).max()
 
 
 def scaling(model: Transformer, loss: Tensor, scale: float | Tensor) -> float | Tensor:

@@ -89,7 +89,7 @@ def measure(corpus_path: Path, case: str) -> dict[str, Any]:
         loss, usage = backward(config, compute, module, model, (inputs, targets), 1.0, measures=True)
         optim.sum_over_ranks()
         norms = optim.gradient_norms()
-        found["losses"].append(float(loss))
+        found["losses"].append(float(dist.all_reduce(loss)))
         found["norms"].append({name: float(norm) for name, norm in norms.items()})
         found["usage"].append((usage.memories[2].result().percent, usage.memories[2].result().kl))
         found["gradients"].append({**dense_gradients(model), "values": value_gradient(model, optim)})

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -11,8 +12,13 @@ from pkm.evaluation.evaluate import evaluate
 from pkm.inference.trained import load_trained
 from pkm.model.transformer import Transformer
 from pkm.run.metrics import read
+from pkm.run.stop import REASONS, StopFlag
+from pkm.train import loop
+from pkm.train import optim as its_optim
+from pkm.train import step as its_step
 from pkm.train.optim import LossScale, Optimizers
 from tests.support.checkpoints import rewritten
+from tests.support.fork import on_ranks
 from tests.support.tiny import everything, random_corpus
 
 
@@ -394,3 +400,19 @@ def test_a_run_goes_on_in_the_precision_that_it_began_with_or_not_at_all(train, 
     assert refused.value.fix == f"give precision={began} to go on as it began"
     _, _, state, _ = train(name="auto", precision=began, optim={"steps": 4})
     assert state.step == 4
+
+
+def test_gpus_tell_each_other_to_stop_with_the_loss_and_stop_at_the_same_step(train):
+    def stopped(rank):
+        calls = itertools.count(1)
+        with pytest.MonkeyPatch.context() as patched:
+            for module in (its_optim, its_step, loop):  # numbers that one has to wait for, as those of a GPU
+                patched.setattr(module, "is_known", lambda number: isinstance(number, float))
+            patched.setattr(StopFlag, "requested", lambda self, directory: pytest.fail("one more message"))
+            asked = REASONS.index("SIGUSR1")
+            patched.setattr(StopFlag, "position", lambda self, _: asked if next(calls) >= 3 and rank == 1 else 0)
+            *_, state, directory = train(optim={"steps": 9}, log={"every_steps": 100})
+        return state.step, json.loads((directory / "status.json").read_text())["reason"]
+
+    # Told with the third step's loss, which is read after the fourth.
+    assert on_ranks(2, stopped) == [(4, "SIGUSR1")] * 2
