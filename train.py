@@ -42,7 +42,7 @@ def main() -> int:
 
     # Only now what takes seconds to import.
     from pkm.corpus.store import open_corpus
-    from pkm.device import configure_torch, decide
+    from pkm.device import configure_torch, decide, settled_optim
     from pkm.distributed import dist
     from pkm.evaluation.report import report
     from pkm.run.run import Run
@@ -66,7 +66,7 @@ def main() -> int:
             run.show_report()
         else:
             model = apply_parallelism(first_model(run, corpus), config).to(compute.device)
-            optim = build_optimizers(config.optim, model)
+            optim = build_optimizers(settled_optim(config, compute), model)
             state = restore(run, compute, model, optim, corpus)  # the newest checkpoint that verifies, or step 0
             state = train(run, compute, corpus, model, optim, state, stop)
             if state.step == config.optim.steps:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pkm.config.schema import Config
+from pkm.config.schema import Config, OptimConfig
 from pkm.errors import UserError
 from pkm.machine import cpu_has_bf16, keep_freed_memory
 
@@ -99,10 +99,22 @@ def pick_precision(config: Config, device: torch.device) -> str:
 
 
 def settled(config: Config) -> Config:
-    """For plans: `config` with the precision it would have on this machine, or as it is where its device is not here."""
+    """For plans: `config` with what would be chosen on this machine for `auto`, or as it is where its device is not here."""
     with suppress(UserError):
-        return config.model_copy(update={"precision": decide(config).precision})
+        compute = decide(config)
+        update = {"precision": compute.precision, "optim": settled_optim(config, compute)}
+        return config.model_copy(update=update)
     return config
+
+
+def settled_optim(config: Config, compute: Compute) -> OptimConfig:
+    """`config.optim` with what `values.dtype: auto` is there."""
+    optim, values = config.optim, config.optim.values
+    if values.dtype != "auto":
+        return optim
+    halves = compute.device.type == "cuda" and compute.precision in ("bf16", "fp16") and values.update != "dense"
+    kept = values.model_copy(update={"dtype": "bf16+master" if halves else "fp32"})
+    return optim.model_copy(update={"values": kept})
 
 
 def configure_torch(config: Config, compute: Compute) -> None:

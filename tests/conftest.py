@@ -21,7 +21,7 @@ import torch
 
 from pkm.config.load import dump
 from pkm.corpus.store import open_corpus
-from pkm.device import configure_torch, decide
+from pkm.device import configure_torch, decide, settled_optim
 from pkm.run.run import Run
 from pkm.run.stop import StopFlag
 from pkm.train import loop
@@ -86,7 +86,7 @@ def train(tiny_corpus_path, tmp_path):
         configure_torch(config, compute)
         with Run.open(config, dump(config)) as run:
             model = apply_parallelism(first_model(run, corpus), config).to(compute.device)
-            optim = build_optimizers(config.optim, model)
+            optim = build_optimizers(settled_optim(config, compute), model)
             state = restore(run, compute, model, optim, corpus)
             state = loop.train(run, compute, corpus, model, optim, state, StopFlag())
         return model, optim, state, config.directory

@@ -87,7 +87,7 @@ IMPOSSIBLE: list[Rule] = [
     ),
     (
         "optim.values.dtype",
-        lambda c: c.optim.values.update == "dense" and c.optim.values.dtype != "fp32",
+        lambda c: c.optim.values.update == "dense" and c.optim.values.dtype not in ("auto", "fp32"),
         lambda c: "update: dense keeps values in fp32",
         "use update: sparse, or dtype: fp32",
     ),

@@ -321,8 +321,9 @@ class ValuesOptim(Part):
     update: Literal["auto", "dense", "sparse", "in_backward"] = "auto"
     """dense: Adam over all slots. sparse: only the slots that were read move, and only their moments. in_backward: as sparse,
     while backward runs. auto = sparse."""
-    dtype: Literal["fp32", "bf16", "bf16+master"] = "fp32"
-    """How values are kept: bf16 rounds stochastically; bf16+master reads bf16 and updates an fp32 copy."""
+    dtype: Literal["auto", "fp32", "bf16", "bf16+master"] = "auto"
+    """How values are kept: bf16 rounds stochastically; bf16+master reads bf16 and updates an fp32 copy. auto = bf16+master on a GPU
+    that computes in bf16 or fp16, else fp32."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     """How Adam's moments of the values are kept."""
     staleness: bool = False

@@ -45,7 +45,7 @@ def _train(config: Config, deadline: float) -> tuple[list[float], str]:
     """Losses in nats per token, step by step, until the steps are done, the loss is low or the time is over."""
     import torch
 
-    from pkm.device import configure_torch, decide
+    from pkm.device import configure_torch, decide, settled_optim
     from pkm.model.transformer import build_model
     from pkm.train.optim import build_optimizers
 
@@ -55,7 +55,7 @@ def _train(config: Config, deadline: float) -> tuple[list[float], str]:
     # So small a model is no faster on several threads, and on a busy machine much slower.
     torch.set_num_threads(1)
     model = build_model(config, VOCABULARY).to(compute.device)
-    optim = build_optimizers(config.optim, model)
+    optim = build_optimizers(settled_optim(config, compute), model)
     generator = torch.Generator().manual_seed(config.seed)
     # Ids below 14 are special ones; <pad> among them must not be drawn.
     successor = 14 + torch.randperm(VOCABULARY - 14, generator=generator)

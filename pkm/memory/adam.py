@@ -42,7 +42,7 @@ class ValuesAdam:
         for table in self.tables:
             table.collect_rows()
             values = table.weight.detach()
-            if settings.dtype != "fp32":
+            if settings.dtype.startswith("bf16"):  # `auto` of which nobody said what it is here stays fp32
                 table.weight.data = values.to(torch.bfloat16)
             self.masters.append(values.float().clone() if settings.dtype == "bf16+master" else None)
             dtype = STATE_DTYPES[settings.state_dtype] if values.dtype is not torch.float64 else values.dtype

@@ -17,7 +17,8 @@ PAPER_VOCABULARY = 60_014
 """BPE splits of the paper, and 14 special ids; what is counted with as long as there is no prepared corpus."""
 CHUNK_LOGITS = 2**28
 """Logits that exist at a time (pkm.model.loss, which needs torch)."""
-BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6}
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "bf16+master": 6, "auto": 4}
+"""`auto` of values: where nobody said what it is on the machine (pkm.device.settled)."""
 
 
 def planned_precision(config: Config) -> str:

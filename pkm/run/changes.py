@@ -37,6 +37,8 @@ def _why_not(key: str, before: Any, now: Any, config: Config) -> str | None:
         return None
     if key == "precision" and before == "auto":
         return None  # what it was is in the checkpoints, which are not loaded in another
+    if key == "optim.values.dtype" and "auto" in (before, now):
+        return None  # likewise: a checkpoint fits no other
     if key != "optim.steps":
         return ""
     if now < before:

@@ -19,7 +19,7 @@ from pkm.train import step as its_step
 from pkm.train.optim import LossScale, Optimizers
 from tests.support.checkpoints import rewritten
 from tests.support.fork import on_ranks
-from tests.support.tiny import everything, random_corpus
+from tests.support.tiny import everything, random_corpus, tiny_config
 
 
 @pytest.fixture
@@ -357,6 +357,35 @@ def test_values_resume_bit_for_bit_however_they_are_kept(train, values):
     again, its_optim, *_ = train(name="parts", optim={"steps": 9, "values": values})
     ours, theirs = everything(model, optim), everything(again, its_optim)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kept", ["bf16", "bf16+master"])
+def test_a_model_whose_values_are_kept_in_bf16_is_found_again_as_it_is(train, kept):
+    model, *_, directory = train(optim={"steps": 4, "values": {"dtype": kept}})
+    found = load_trained(directory, "latest").model
+    theirs = found.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+    assert found.memory(2).values.weight.dtype is torch.bfloat16
+
+
+def test_values_are_kept_in_bf16_with_an_fp32_copy_on_a_gpu_that_computes_in_half_precision():
+    kept = {}
+    for kind, precision in (("cuda", "bf16"), ("cuda", "fp16"), ("cuda", "fp32"), ("cuda", "tf32"), ("cpu", "bf16")):
+        compute = device.Compute(torch.device(kind), precision)
+        kept[kind, precision] = device.settled_optim(tiny_config(), compute).values.dtype
+    assert [where for where, dtype in kept.items() if dtype == "bf16+master"] == [("cuda", "bf16"), ("cuda", "fp16")]
+    assert set(kept.values()) == {"bf16+master", "fp32"}
+    half = device.Compute(torch.device("cuda"), "bf16")
+    assert device.settled_optim(tiny_config(optim={"values": {"update": "dense"}}), half).values.dtype == "fp32"
+    assert device.settled_optim(tiny_config(optim={"values": {"dtype": "bf16"}}), half).values.dtype == "bf16"
+
+
+def test_a_run_that_began_with_fp32_values_goes_on_where_auto_is_that(train):
+    train(name="kept", optim={"steps": 3, "values": {"dtype": "fp32"}})
+    _, _, state, _ = train(name="kept", optim={"steps": 4})
+    assert state.step == 4
+    with pytest.raises(UserError, match="does not fit this model"):
+        train(name="kept", optim={"steps": 5, "values": {"dtype": "bf16"}})
 
 
 @pytest.mark.parametrize(
