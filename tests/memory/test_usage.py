@@ -87,8 +87,9 @@ def test_what_a_gpu_counts_is_the_same_in_any_order_and_as_good_as_float64() -> 
         torch.rand(400) < 0.6,
     )
     exact, there, again = UsageMeter(50, 2), on_a_gpu(UsageMeter(50, 2)), on_a_gpu(UsageMeter(50, 2))
-    exact.update(indices, weights, counts)
-    there.update(indices, weights, counts)
+    recall = torch.tensor(0.75)
+    exact.update(indices, weights, counts, recall)
+    there.update(indices, weights, counts, recall)
     for order in torch.randperm(400).split(70):
         again.update(indices[order], weights[order], counts[order])
     assert torch.equal(there.weights, again.weights) and torch.equal(there.counts, exact.counts)

@@ -441,6 +441,22 @@ def test_a_layer_of_experts_equals_the_reference_in_output_and_every_gradient_al
         torch.testing.assert_close(inside, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_decay_and_the_step_that_read_a_row_last_are_those_of_the_plain_way() -> None:
+    x, results = torch.randn(2, 5, 12, device=DEVICE), []
+    for kernels in ("reference", "triton"):
+        config = MemoryConfig(layers=(1,), heads=1, sub_keys=8, knn=2, query=QueryConfig(dim=8), kernels=kernels)
+        torch.manual_seed(0)
+        layer = MemoryLayer(config, 12).to(DEVICE)
+        optimizer = ValuesAdam({"values": layer.values}, ValuesOptim(weight_decay=0.1, staleness=True))
+        for step, factor in ((1, 1.0), (2, float("nan")), (3, 0.5)):
+            optimizer.clear()
+            layer(x[step % 2]).square().sum().backward()
+            optimizer.step(1e-1, step, torch.tensor(factor, device=DEVICE))
+        results.append([layer.values.weight, optimizer.last_read[0]])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(not GPU, reason="compiles for a GPU")
 @pytest.mark.parametrize("keys", ["product", "flat"])
 def test_a_layer_compiles_whole_and_gives_the_same(keys: str) -> None:
