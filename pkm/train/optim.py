@@ -360,7 +360,11 @@ class Optimizers:
         moments = {} if self.values is None else self.values.state_tensors()
         found = {}
         for name, table in self.tables.items():
-            of_table = [t for key, t in moments.items() if key.startswith(f"{name}.") and not key.endswith(".master")]
+            of_table = [
+                t
+                for key, t in moments.items()
+                if key.startswith(f"{name}.") and not key.endswith((".master", ".last_read"))
+            ]
             read = torch.stack([t[:, :COLUMNS_ASKED].ne(0).any(1) for t in of_table]).any(0)
             found[id(table)] = 100 * (1 - float(read.double().mean()))
         return found
