@@ -19,19 +19,10 @@ import hypothesis
 import pytest
 import torch
 
-from pkm.config.load import dump
-from pkm.corpus.store import open_corpus
-from pkm.device import configure_torch, decide, settled_optim
-from pkm.run.run import Run
-from pkm.run.stop import StopFlag
-from pkm.train import loop
-from pkm.train.first_model import first_model
-from pkm.train.optim import build_optimizers
-from pkm.train.parallel import apply_parallelism
-from pkm.train.state import restore
 from tests.support import fake_slurm
 from tests.support.tiny import random_corpus, tiny_config
 from tests.support.train_server import Server
+from tests.support.whole_runs import trained
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -82,13 +73,6 @@ def train(tiny_corpus_path, tmp_path):
     def go(**sections):
         sections["corpus"] = {"path": str(tiny_corpus_path), **sections.get("corpus", {})}
         config = tiny_config(runs=str(tmp_path / "runs"), **sections)
-        corpus, compute = open_corpus(config.corpus.path), decide(config)
-        configure_torch(config, compute)
-        with Run.open(config, dump(config)) as run:
-            model = apply_parallelism(first_model(run, corpus), config).to(compute.device)
-            optim = build_optimizers(settled_optim(config, compute), model)
-            state = restore(run, compute, model, optim, corpus)
-            state = loop.train(run, compute, corpus, model, optim, state, StopFlag())
-        return model, optim, state, config.directory
+        return *trained(config), config.directory
 
     return go

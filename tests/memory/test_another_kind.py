@@ -3,34 +3,23 @@
 The kind is a read that multiplies the sum of rows by a scale learnt for each column. Nothing else in the package knows of it.
 """
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
-from pkm.checkpoint.checkpoints import Checkpoints
 from pkm.config import kinds
 from pkm.config.load import dump, json_schema
 from pkm.config.schema import Config, load
-from pkm.corpus.store import open_corpus
-from pkm.device import decide
 from pkm.distributed import dist
 from pkm.errors import UserErrors
-from pkm.evaluation.report import report
 from pkm.inference.trained import load_trained
 from pkm.memory.cost import Cost, rows
 from pkm.model import cost
 from pkm.model.summary import summary
 from pkm.model.transformer import build_model, parameters
-from pkm.run.run import Run
-from pkm.run.stop import StopFlag
-from pkm.train import loop
 from pkm.train.optim import build_optimizers
-from pkm.train.parallel import apply_parallelism
-from pkm.train.state import restore
-from tests.support.fork import on_ranks
-from tests.support.tiny import VOCAB_SIZE, everything, tiny_config
+from tests.support.tiny import VOCAB_SIZE, tiny_config
+from tests.support.whole_runs import many_and_one, straight_as_resumed, trained, with_values
 
 # ---- the kind ---------------------------------------------------------------------------------------------------------
 
@@ -82,16 +71,9 @@ def test_the_scale_is_what_the_read_is_multiplied_by():
 
 
 def test_it_trains_and_a_resumed_run_is_the_same_to_the_last_bit(train):
-    model, optim, _, straight = train(name="straight", **scaled())
-    assert not torch.equal(model.memory(2).read.scale, torch.ones(16))
-    train(name="resumed", **scaled(optim={"steps": 10}))
-    resumed, its_optim, state, _ = train(name="resumed", **scaled())
-    assert state.step == 20
-    ours, theirs = everything(resumed, its_optim), everything(model, optim)
-    assert ours.keys() == theirs.keys() and f"optim.dense.{SCALE}.exp_avg" in ours
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    losses = [json.loads(line).get("loss") for line in (straight / "metrics.jsonl").read_text().splitlines()]
-    assert losses[-1] < losses[0]
+    straight = straight_as_resumed(train, **scaled())
+    assert not torch.equal(straight.model.memory(2).read.scale, torch.ones(16))
+    assert f"optim.dense.{SCALE}.exp_avg" in straight.tensors
 
 
 def test_its_parameters_and_work_are_counted():
@@ -109,37 +91,21 @@ def test_its_parameters_and_work_are_counted():
 
 @pytest.mark.parametrize("values", ["replicated", "sharded"])
 def test_two_ranks_train_it_as_one_does_save_it_whole_and_report_it(tiny_corpus_path, tmp_path, values):
-    def run(name, steps):
-        config = tiny_config(
-            name=name,
-            runs=str(tmp_path),
-            corpus={"path": str(tiny_corpus_path)},
-            parallel={"values": values},
-            **scaled(optim={"steps": steps, "dense": {"schedule": "constant"}}),
-        )
-        corpus, compute = open_corpus(config.corpus.path), decide(config)
-        with Run.open(config, dump(config)) as opened:
-            model = apply_parallelism(build_model(config, corpus.vocab.size), config)
-            optim = build_optimizers(config.optim, model)
-            state = restore(opened, compute, model, optim, corpus)
-            loop.train(opened, compute, corpus, model, optim, state, StopFlag())
-            report(opened, compute, corpus, model, StopFlag())
+    def whole_width(model):
         return model.memory(2).values.weight.shape[1] * (dist.world_size() if values == "sharded" else 1)
 
-    assert on_ranks(2, lambda rank: run("two", 6)) == [16, 16]
-    run("one", 6)
-    whole, alone = (
-        Checkpoints(tmp_path / name / "checkpoints", keep=3).load("latest").tensors for name in ("two", "one")
+    make = with_values(values, tiny_corpus_path, tmp_path, config=lambda **sections: tiny_config(**scaled(**sections)))
+    both = many_and_one(make, 2, 6, whole_width)
+    assert both.found == [16, 16] and both.many["model.blocks.1.memory.values.weight"].shape == (64, 16)
+    both.assert_close(
+        f"model.{SCALE}", f"optim.dense.{SCALE}.exp_avg", "optim.values.blocks.1.memory.values.weight.mean"
     )
-    assert whole.keys() == alone.keys() and whole["model.blocks.1.memory.values.weight"].shape == (64, 16)
-    for name in (f"model.{SCALE}", f"optim.dense.{SCALE}.exp_avg", "optim.values.blocks.1.memory.values.weight.mean"):
-        torch.testing.assert_close(whole[name], alone[name], rtol=1e-3, atol=1e-4)
-    two, one = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("two", "one"))
+    two, one = both.reports
     assert two["parameters"] == one["parameters"]
     assert two["evaluation"]["loss"] == pytest.approx(one["evaluation"]["loss"], rel=1e-2)
     assert two["evaluation"]["memories"]["2"]["percent"] > 0
-    run("two", 9)  # one rank goes on with what two have saved
-    assert load_trained(tmp_path / "two", "latest").model.memory(2).read.scale.shape == (16,)
+    trained(make("many", 9), reports=True)  # one rank goes on with what two have saved
+    assert load_trained(tmp_path / "many", "latest").model.memory(2).read.scale.shape == (16,)
 
 
 def test_a_config_names_it_and_an_unknown_kind_is_refused_with_what_there_is(tmp_path):

@@ -1,29 +1,17 @@
 """Memory+ (Memory Layers at Scale, 2024): one table for several layers, a gate, normalised queries and keys."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pkm.checkpoint.checkpoints import Checkpoints
-from pkm.config.load import dump
 from pkm.config.schema import MemoryConfig, QueryConfig
-from pkm.corpus.store import open_corpus
-from pkm.device import decide
 from pkm.errors import UserErrors
-from pkm.evaluation.report import report
 from pkm.memory.layer import MemoryLayer
 from pkm.model import cost
 from pkm.model.transformer import build_model, parameters
-from pkm.run.run import Run
-from pkm.run.stop import StopFlag
-from pkm.train import loop
 from pkm.train.optim import build_optimizers
-from pkm.train.parallel import apply_parallelism
-from pkm.train.state import restore
-from tests.support.fork import on_ranks
-from tests.support.tiny import MINIMAL, VOCAB_SIZE, everything, loaded, tiny_config
+from tests.support.tiny import MINIMAL, VOCAB_SIZE, loaded, tiny_config
+from tests.support.whole_runs import many_and_one, straight_as_resumed, trained, with_values
 
 PLUS = {
     "layers": [1, 2], "sub_keys": 8, "heads": 2, "knn": 3, "query": {"dim": 8, "norm": "rms"}, "keys_norm": "rms",
@@ -183,47 +171,22 @@ def test_its_work_is_queries_scores_reads_and_the_gates_two_maps() -> None:
 
 
 def test_it_trains_and_a_resumed_run_is_the_same_to_the_last_bit(train) -> None:
-    model, optim, _, straight = train(name="straight", memory=PLUS)
-    train(name="resumed", memory=PLUS, optim={"steps": 10})
-    resumed, its_optim, _, _ = train(name="resumed", memory=PLUS)
-    ours, theirs = everything(resumed, its_optim), everything(model, optim)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if line["kind"] == "train"]
-    assert list(trained[-1]["memories"]) == ["1", "2"] and trained[-1]["loss"] < trained[0]["loss"]
+    assert list(straight_as_resumed(train, memory=PLUS).records[-1]["memories"]) == ["1", "2"]
 
 
 @pytest.mark.parametrize("values", ["replicated", "sharded"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_train_one_table_as_one_rank_does(tiny_corpus_path, tmp_path, values: str, ranks: int) -> None:
-    def run(name, steps):
-        config = tiny_config(
-            name=name, runs=str(tmp_path), corpus={"path": str(tiny_corpus_path)}, memory=PLUS, parallel={"values": values},
-            optim={"steps": steps, "dense": {"schedule": "constant"}},
-        )  # fmt: skip
-        corpus, compute = open_corpus(config.corpus.path), decide(config)
-        with Run.open(config, dump(config)) as opened:
-            model = apply_parallelism(build_model(config, corpus.vocab.size), config)
-            optim = build_optimizers(config.optim, model)
-            state = restore(opened, compute, model, optim, corpus)
-            loop.train(opened, compute, corpus, model, optim, state, StopFlag())
-            report(opened, compute, corpus, model, StopFlag())
-        return list(model.memory(2).values.weight.shape)
-
-    shape = [64, 16 // ranks if values == "sharded" else 16]
-    assert on_ranks(ranks, lambda rank: run("many", 6)) == [shape] * ranks
-    run("one", 6)
-    whole, alone = (
-        Checkpoints(tmp_path / name / "checkpoints", keep=3).load("latest").tensors for name in ("many", "one")
-    )
+    make = with_values(values, tiny_corpus_path, tmp_path, memory=PLUS)
+    both = many_and_one(make, ranks, 6, lambda model: list(model.memory(2).values.weight.shape))
+    assert both.found == [[64, 16 // ranks if values == "sharded" else 16]] * ranks
     table = "blocks.0.memory.values.weight"
     of_values = {f"model.{table}", f"optim.values.{table}.mean", f"optim.values.{table}.square"}
-    assert {name for name in whole if "values" in name} == of_values
-    for name in of_values:
-        torch.testing.assert_close(whole[name], alone[name], rtol=1e-3, atol=1e-4)
-    many, one = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("many", "one"))
+    assert {name for name in both.many if "values" in name} == of_values
+    both.assert_close(*of_values)
+    many, one = both.reports
     assert many["parameters"] == one["parameters"] and list(many["evaluation"]["memories"]) == ["1", "2"]
-    run("many", 9)  # one rank goes on with what they have saved
+    trained(make("many", 9), reports=True)  # one rank goes on with what they have saved
 
 
 def test_a_table_that_several_layers_read_cannot_be_updated_inside_backward(tmp_path) -> None:

@@ -1,17 +1,11 @@
 """Memories of n-grams (Engram, 2026), with the context's gate, and plain tables of bigrams."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
-from pkm.checkpoint.checkpoints import Checkpoints
-from pkm.config.load import dump
 from pkm.config.schema import MemoryConfig
 from pkm.corpus.store import open_corpus
-from pkm.device import decide
-from pkm.evaluation.report import report
 from pkm.inference.export import export, load_exported
 from pkm.inference.generate import Reader
 from pkm.inference.trained import load_trained
@@ -21,16 +15,10 @@ from pkm.memory.ngram import NgramKeys, looking_back
 from pkm.model import cost
 from pkm.model.summary import summary
 from pkm.model.transformer import build_model, parameters
-from pkm.run.run import Run
-from pkm.run.stop import StopFlag
 from pkm.text.canonical import canonical, canonical_ids
 from pkm.text.vocab import Vocab
-from pkm.train import loop
-from pkm.train.optim import build_optimizers
-from pkm.train.parallel import apply_parallelism
-from pkm.train.state import restore
-from tests.support.fork import on_ranks
-from tests.support.tiny import VOCAB_SIZE, everything, tiny_config
+from tests.support.tiny import VOCAB_SIZE, tiny_config
+from tests.support.whole_runs import many_and_one, straight_as_resumed, with_values
 
 ENGRAM = {
     "layers": [1, 2], "keys": "ngram", "orders": [2, 3], "heads": 2, "slots": 30, "gate": "engram", "place": "before",
@@ -195,15 +183,8 @@ def test_the_table_of_the_papers_27b_model_has_5_8_billion_numbers() -> None:
 def test_it_trains_and_a_resumed_run_is_the_same_to_the_last_bit_and_can_be_exported(
     train, tmp_path, memory: dict
 ) -> None:
-    model, optim, _, straight = train(name="straight", memory=memory)
-    train(name="resumed", memory=memory, optim={"steps": 10})
-    resumed, its_optim, _, _ = train(name="resumed", memory=memory)
-    ours, theirs = everything(resumed, its_optim), everything(model, optim)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if line["kind"] == "train"]
-    assert trained[-1]["loss"] < trained[0]["loss"]
-    assert list(trained[-1]["memories"]) == [str(layer) for layer in memory["layers"]]
+    model, theirs, records, straight = straight_as_resumed(train, memory=memory)
+    assert list(records[-1]["memories"]) == [str(layer) for layer in memory["layers"]]
     moved = {name: t.abs().sum() > 0 for name, t in theirs.items() if name.endswith("values.weight.mean")}
     assert moved and all(moved.values())
     found = load_trained(straight, "latest")
@@ -226,27 +207,8 @@ def test_ids_that_read_alike_are_one_in_a_trained_model(train, tiny_corpus_path)
 @pytest.mark.parametrize("values", ["replicated", "sharded"])
 @BOTH
 def test_two_ranks_train_it_as_one_does(tiny_corpus_path, tmp_path, values: str, memory: dict) -> None:
-    def run(name, steps):
-        c = tiny_config(
-            name=name, runs=str(tmp_path), corpus={"path": str(tiny_corpus_path)}, memory=memory, parallel={"values": values},
-            optim={"steps": steps, "dense": {"schedule": "constant"}},
-        )  # fmt: skip
-        corpus, compute = open_corpus(c.corpus.path), decide(c)
-        with Run.open(c, dump(c)) as opened:
-            model = apply_parallelism(build_model(c, corpus.vocab.size, corpus.vocab), c)
-            optim = build_optimizers(c.optim, model)
-            state = restore(opened, compute, model, optim, corpus)
-            loop.train(opened, compute, corpus, model, optim, state, StopFlag())
-            report(opened, compute, corpus, model, StopFlag())
-
-    on_ranks(2, lambda rank: run("two", 4))
-    run("one", 4)
-    whole, alone = (
-        Checkpoints(tmp_path / name / "checkpoints", keep=3).load("latest").tensors for name in ("two", "one")
-    )
-    assert {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in alone.items()}
+    both = many_and_one(with_values(values, tiny_corpus_path, tmp_path, memory=memory), ranks=2, steps=4)
     table = "blocks.1.memory.values.weight"
-    for name in (f"model.{table}", f"optim.values.{table}.mean"):
-        torch.testing.assert_close(whole[name], alone[name], rtol=1e-3, atol=1e-4)
-    used = json.loads((tmp_path / "two" / "report.json").read_text())["evaluation"]["memories"]["2"]
+    both.assert_close(f"model.{table}", f"optim.values.{table}.mean")
+    used = both.reports[0]["evaluation"]["memories"]["2"]
     assert 0 < used["percent"] <= 100 and used["shared_by_two_heads"] == 0

@@ -1,31 +1,18 @@
 """PEER (He, 2024): slots that are experts of one hidden unit, each two rows."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pkm.checkpoint.checkpoints import Checkpoints
-from pkm.config.load import dump
 from pkm.config.schema import MemoryConfig, QueryConfig, ValuesOptim
-from pkm.corpus.store import open_corpus
-from pkm.device import decide
-from pkm.evaluation.report import report
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.kernels.backend import Backend
 from pkm.memory.layer import MemoryLayer
 from pkm.memory.values import Values
 from pkm.model import cost
 from pkm.model.transformer import build_model, parameters
-from pkm.run.run import Run
-from pkm.run.stop import StopFlag
-from pkm.train import loop
-from pkm.train.optim import build_optimizers
-from pkm.train.parallel import apply_parallelism
-from pkm.train.state import restore
-from tests.support.fork import on_ranks
-from tests.support.tiny import VOCAB_SIZE, everything, tiny_config
+from tests.support.tiny import VOCAB_SIZE, tiny_config
+from tests.support.whole_runs import many_and_one, straight_as_resumed, trained, with_values
 
 KERNELS = ["reference", "auto"]
 PEER = {
@@ -149,42 +136,17 @@ def test_parameters_and_work_are_counted() -> None:
 
 
 def test_it_trains_and_a_resumed_run_is_the_same_to_the_last_bit(train) -> None:
-    model, optim, _, straight = train(name="straight", memory=PEER)
-    train(name="resumed", memory=PEER, optim={"steps": 10})
-    resumed, its_optim, _, _ = train(name="resumed", memory=PEER)
-    ours, theirs = everything(resumed, its_optim), everything(model, optim)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert "optim.values.blocks.1.memory.read.down.weight.mean" in ours
-    losses = [json.loads(line).get("loss") for line in (straight / "metrics.jsonl").read_text().splitlines()]
-    assert losses[-1] < losses[0]
+    straight = straight_as_resumed(train, memory=PEER)
+    assert "optim.values.blocks.1.memory.read.down.weight.mean" in straight.tensors
 
 
 @pytest.mark.parametrize("values", ["replicated", "sharded"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_train_it_as_one_rank_does(tiny_corpus_path, tmp_path, values: str, ranks: int) -> None:
-    def run(name, steps):
-        config = tiny_config(
-            name=name, runs=str(tmp_path), corpus={"path": str(tiny_corpus_path)}, memory=PEER, parallel={"values": values},
-            optim={"steps": steps, "dense": {"schedule": "constant"}},
-        )  # fmt: skip
-        corpus, compute = open_corpus(config.corpus.path), decide(config)
-        with Run.open(config, dump(config)) as opened:
-            model = apply_parallelism(build_model(config, corpus.vocab.size), config)
-            optim = build_optimizers(config.optim, model)
-            state = restore(opened, compute, model, optim, corpus)
-            loop.train(opened, compute, corpus, model, optim, state, StopFlag())
-            report(opened, compute, corpus, model, StopFlag())
-        return list(model.memory(2).read.down.weight.shape)
-
-    shape = [64, 16 // ranks if values == "sharded" else 16]
-    assert on_ranks(ranks, lambda rank: run("many", 6)) == [shape] * ranks
-    run("one", 6)
-    whole, alone = (
-        Checkpoints(tmp_path / name / "checkpoints", keep=3).load("latest").tensors for name in ("many", "one")
-    )
-    assert whole.keys() == alone.keys()
+    make = with_values(values, tiny_corpus_path, tmp_path, memory=PEER)
+    both = many_and_one(make, ranks, 6, lambda model: list(model.memory(2).read.down.weight.shape))
+    assert both.found == [[64, 16 // ranks if values == "sharded" else 16]] * ranks
     for table in ("values", "read.down"):
         name = f"blocks.1.memory.{table}.weight"
-        for tensor in (f"model.{name}", f"optim.values.{name}.mean"):
-            torch.testing.assert_close(whole[tensor], alone[tensor], rtol=1e-3, atol=1e-4)
-    run("many", 9)  # one rank goes on with what they have saved
+        both.assert_close(f"model.{name}", f"optim.values.{name}.mean")
+    trained(make("many", 9), reports=True)  # one rank goes on with what they have saved

@@ -5,26 +5,16 @@ import json
 import pytest
 import torch
 
-from pkm.checkpoint.checkpoints import Checkpoints
 from pkm.config.load import dump, flatten
 from pkm.config.schema import load
-from pkm.corpus.store import open_corpus
-from pkm.device import decide
 from pkm.errors import UserErrors
-from pkm.evaluation.report import report
 from pkm.experiments.grid import coordinate, run_name
 from pkm.experiments.size import proposed
 from pkm.model import cost
 from pkm.model.summary import summary
 from pkm.model.transformer import build_model, parameters
-from pkm.run.run import Run
-from pkm.run.stop import StopFlag
-from pkm.train import loop
-from pkm.train.optim import build_optimizers
-from pkm.train.parallel import apply_parallelism
-from pkm.train.state import restore
-from tests.support.fork import on_ranks
-from tests.support.tiny import MINIMAL, VOCAB_SIZE, everything, loaded, tiny_config
+from tests.support.tiny import MINIMAL, VOCAB_SIZE, loaded, tiny_config
+from tests.support.whole_runs import many_and_one, straight_as_resumed, trained, with_values
 
 PRODUCT = {"layers": [1, 2], "sub_keys": 8, "heads": 2, "knn": 3, "query": {"dim": 8}, "place": "beside"}
 FLAT = {"layers": [2], "keys": "flat", "slots": 20, "heads": 1, "knn": 2, "query": {"dim": 6, "norm": "none"}}
@@ -76,52 +66,23 @@ def test_parameters_bytes_and_work_are_the_sum_over_all(memory):
 
 
 def test_it_trains_and_a_resumed_run_is_the_same_to_the_last_bit(train):
-    memory = [PRODUCT, FLAT]
-    model, optim, _, straight = train(name="straight", memory=memory)
-    train(name="resumed", memory=memory, optim={"steps": 10})
-    resumed, its_optim, state, _ = train(name="resumed", memory=memory)
-    ours, theirs = everything(resumed, its_optim), everything(model, optim)
-    assert state.step == 20 and ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if line["kind"] == "train"]
-    assert list(trained[-1]["memories"]) == ["1", "2", "2 replace"] and trained[-1]["loss"] < trained[0]["loss"]
+    straight = straight_as_resumed(train, memory=[PRODUCT, FLAT])
+    assert list(straight.records[-1]["memories"]) == ["1", "2", "2 replace"]
 
 
 @pytest.mark.parametrize("values", ["replicated", "sharded"])
 def test_two_ranks_train_it_as_one_does_and_the_report_names_each(tiny_corpus_path, tmp_path, values):
-    def run(name, steps):
-        config = two(
-            name=name,
-            runs=str(tmp_path),
-            corpus={"path": str(tiny_corpus_path)},
-            parallel={"values": values},
-            optim={"steps": steps, "dense": {"schedule": "constant"}},
-        )
-        corpus, compute = open_corpus(config.corpus.path), decide(config)
-        with Run.open(config, dump(config)) as opened:
-            model = apply_parallelism(build_model(config, corpus.vocab.size), config)
-            optim = build_optimizers(config.optim, model)
-            state = restore(opened, compute, model, optim, corpus)
-            loop.train(opened, compute, corpus, model, optim, state, StopFlag())
-            report(opened, compute, corpus, model, StopFlag())
-
-    on_ranks(2, lambda rank: run("two", 6))
-    run("one", 6)
-    whole, alone = (
-        Checkpoints(tmp_path / name / "checkpoints", keep=3).load("latest").tensors for name in ("two", "one")
-    )
-    assert {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in alone.items()}
+    make = with_values(values, tiny_corpus_path, tmp_path, config=two)
+    both = many_and_one(make, ranks=2, steps=6)
     table = "blocks.1.memory_replace.values.weight"
-    for name in (f"model.{table}", f"optim.values.{table}.mean"):
-        torch.testing.assert_close(whole[name], alone[name], rtol=1e-3, atol=1e-4)
-    two_ranks, one = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("two", "one"))
+    both.assert_close(f"model.{table}", f"optim.values.{table}.mean")
+    two_ranks, one = both.reports
     assert list(two_ranks["evaluation"]["memories"]) == ["1", "2", "2 replace"]
     assert two_ranks["evaluation"]["loss"] == pytest.approx(one["evaluation"]["loss"], rel=1e-2)
-    text = (tmp_path / "two" / "report.md").read_text()
+    text = (tmp_path / "many" / "report.md").read_text()
     assert "| 2 replace " in text and "| blocks.1.memory_replace.values " in text
     assert two_ranks["tables"].keys() == one["tables"].keys() and len(one["tables"]) == 3
-    run("two", 9)  # one rank goes on with what two have saved
+    trained(make("many", 9), reports=True)  # one rank goes on with what two have saved
 
 
 def test_an_argument_changes_every_section_and_with_a_number_one_of_them(tmp_path):

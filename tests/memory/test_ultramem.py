@@ -1,31 +1,19 @@
 """UltraMem (2024) and UltraMemV2 (2025): Tucker keys, several cores, virtual slots, linear experts."""
 
-import json
 import math
 
 import pytest
 import torch
 
-from pkm.checkpoint.checkpoints import Checkpoints
-from pkm.config.load import dump
 from pkm.config.schema import MemoryConfig, QueryConfig
-from pkm.corpus.store import open_corpus
-from pkm.device import decide
-from pkm.evaluation.report import report
 from pkm.memory.layer import MemoryLayer
 from pkm.memory.query import Query
 from pkm.memory.tucker import TuckerKeys, values_std
 from pkm.memory.virtual import shuffled
 from pkm.model import cost
 from pkm.model.transformer import build_model, parameters
-from pkm.run.run import Run
-from pkm.run.stop import StopFlag
-from pkm.train import loop
-from pkm.train.optim import build_optimizers
-from pkm.train.parallel import apply_parallelism
-from pkm.train.state import restore
-from tests.support.fork import on_ranks
-from tests.support.tiny import VOCAB_SIZE, everything, tiny_config
+from tests.support.tiny import VOCAB_SIZE, tiny_config
+from tests.support.whole_runs import many_and_one, straight_as_resumed, with_values
 
 TUCKER = {
     "layers": [1, 2], "keys": "tucker", "sub_keys": 6, "rank": 2, "expansion": 4, "knn": 4, "keys_norm": "rms",
@@ -290,14 +278,7 @@ def test_tables_have_the_sizes_of_the_papers_models() -> None:
 
 @BOTH
 def test_it_trains_and_a_resumed_run_is_the_same_to_the_last_bit(train, memory: dict) -> None:
-    model, optim, _, straight = train(name="straight", memory=memory)
-    train(name="resumed", memory=memory, optim={"steps": 10})
-    resumed, its_optim, _, _ = train(name="resumed", memory=memory)
-    ours, theirs = everything(resumed, its_optim), everything(model, optim)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if line["kind"] == "train"]
-    assert trained[-1]["loss"] < trained[0]["loss"]
+    trained = straight_as_resumed(train, memory=memory).records
     assert all(0 < m["recall"] <= 1 and math.isfinite(m["kl"]) for m in trained[-1]["memories"].values())
 
 
@@ -306,28 +287,9 @@ def test_it_trains_and_a_resumed_run_is_the_same_to_the_last_bit(train, memory: 
 def test_two_ranks_train_it_as_one_does_and_the_report_says_how_many_of_the_best_slots_are_found(
     tiny_corpus_path, tmp_path, values: str, memory: dict
 ) -> None:
-    def run(name, steps):
-        c = tiny_config(
-            name=name, runs=str(tmp_path), corpus={"path": str(tiny_corpus_path)}, memory=memory, parallel={"values": values},
-            optim={"steps": steps, "dense": {"schedule": "constant"}},
-        )  # fmt: skip
-        corpus, compute = open_corpus(c.corpus.path), decide(c)
-        with Run.open(c, dump(c)) as opened:
-            model = apply_parallelism(build_model(c, corpus.vocab.size), c)
-            optim = build_optimizers(c.optim, model)
-            state = restore(opened, compute, model, optim, corpus)
-            loop.train(opened, compute, corpus, model, optim, state, StopFlag())
-            report(opened, compute, corpus, model, StopFlag())
-
-    on_ranks(2, lambda rank: run("two", 4))
-    run("one", 4)
-    whole, alone = (
-        Checkpoints(tmp_path / name / "checkpoints", keep=3).load("latest").tensors for name in ("two", "one")
-    )
-    assert {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in alone.items()}
-    table = "model.blocks.0.memory.values.weight"
-    torch.testing.assert_close(whole[table], alone[table], rtol=1e-2, atol=1e-3)
-    two, one = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("two", "one"))
+    both = many_and_one(with_values(values, tiny_corpus_path, tmp_path, memory=memory), ranks=2, steps=4)
+    both.assert_close("model.blocks.0.memory.values.weight", rtol=1e-2, atol=1e-3)
+    two, one = both.reports
     assert two["evaluation"]["loss"] == pytest.approx(one["evaluation"]["loss"], rel=1e-2)
     assert 0 < two["evaluation"]["memories"]["1"]["recall"] <= 1
-    assert "best slots that the search finds, %" in (tmp_path / "two" / "report.md").read_text()
+    assert "best slots that the search finds, %" in (tmp_path / "many" / "report.md").read_text()
