@@ -87,7 +87,7 @@ def load_exported(directory: Path, overrides: tuple[str, ...] = ()) -> Exported:
     """Read what `export` wrote; UserError where a file is missing or does not belong to the others."""
     config = load(directory / "config.yaml", overrides).config
     encoder = _read_encoder(directory)
-    model = build_model(config, encoder.size, getattr(encoder, "vocab", None))
+    model = build_model(config, encoder.size, encoder.vocab)
     try:
         with explained(directory / WEIGHTS):
             (directory / WEIGHTS).stat()  # says what is wrong with the file better than safetensors does

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pkm.config.schema import Config, MemoryConfig, ModelConfig
+from pkm.corpus.store import OtherVocab
 from pkm.distributed import dist
 from pkm.memory.layer import MemoryLayer
 from pkm.memory.ngram import NgramKeys, looking_back
@@ -128,8 +129,8 @@ class Transformer(nn.Module):
 
     canonical: Tensor
 
-    def __init__(self, config: Config, vocab_size: int, vocab: object = None):
-        """vocab    whose ids these are; if it is no Vocab, every id is its own canonical one"""
+    def __init__(self, config: Config, vocab_size: int, vocab: Vocab | OtherVocab | None = None):
+        """vocab    whose ids these are; without a Vocab, whose pieces are known, every id is its own canonical one"""
         super().__init__()
         self.config = model = config.model
         self.context, self.z_loss = config.corpus.context, config.optim.z_loss
@@ -252,7 +253,7 @@ class Transformer(nn.Module):
         return loss
 
 
-def build_model(config: Config, vocab_size: int, vocab: object = None) -> Transformer:
+def build_model(config: Config, vocab_size: int, vocab: Vocab | OtherVocab | None = None) -> Transformer:
     """The model of `config` with weights that depend on `config.seed` alone; `vocab` as in Transformer."""
     torch.manual_seed(config.seed)
     return Transformer(config, vocab_size, vocab)

@@ -45,6 +45,7 @@ class LibraryEncoder:
         encoding is random (`dropout`).
         """
         self._tokenizer = _loaded(content, where)
+        self.vocab = None  # its pieces are the library's to know
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
