@@ -52,12 +52,12 @@ class Size:
 
 SIZES = {
     "cuda": Size(
-        1024,
-        16,
-        256,
-        60_014,
-        16_384,
-        {
+        dim=1024,
+        heads=16,
+        context=256,
+        vocabulary=60_014,
+        tokens=16_384,
+        models={
             "12 layers, dense": {"layers": 12},
             "12 layers, one memory of 512^2": {"layers": 12, "sub_keys": 512},
             "12 layers, one memory of 1024^2": {"layers": 12, "sub_keys": 1024},
@@ -65,12 +65,12 @@ SIZES = {
         },
     ),
     "cpu": Size(
-        64,
-        4,
-        32,
-        1000,
-        256,
-        {
+        dim=64,
+        heads=4,
+        context=32,
+        vocabulary=1000,
+        tokens=256,
+        models={
             "2 layers, dense": {"layers": 2},
             "2 layers, one memory of 32^2": {"layers": 2, "sub_keys": 32},
             "4 layers, dense": {"layers": 4},

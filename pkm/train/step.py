@@ -99,12 +99,12 @@ def take_step(
         sizes = optim.update_sizes() if measures else None
         optim.clear()
         optim.begin(step)
-        loss, usage = backward(config, compute, module, model, batch, scale.value if scale.active else 1.0, measures)
+        factor = scale.value if scale.active else 1.0
+        loss, usage = backward(config, compute, module, model, batch, factor, measures)
         loss, anyone_asked = agree(loss, asked)
         optim.sum_over_ranks()
-        norms = {name: norm / scale.value if scale.active else norm for name, norm in optim.gradient_norms().items()}
+        norms = {name: norm / factor for name, norm in optim.gradient_norms().items()}
         finite = torch.stack([number.to(loss.device).isfinite() for number in (loss, *norms.values())]).all()
-        factor = scale.value if scale.active else 1.0
         if not is_known(finite):
             optim.step(step, norms, factor, (~finite).float())
             put_back(
