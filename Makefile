@@ -1,5 +1,5 @@
 # `make quickstart` trains a small model on real news and prints its report; `make test` runs every check,
-# `make test-fast` those of two minutes.
+# `make test-fast` those that are quick.
 # Both set up .venv first if need be, what only the tests need with them alone. PYTHON names the interpreter to make it with (>= 3.11).
 
 PYTHON ?= python3

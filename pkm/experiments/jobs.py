@@ -84,7 +84,13 @@ def differing(configs: Sequence[Config]) -> list[tuple[str, ...]]:
     """Of each config the settings that it does not share with all others, as `key=value`."""
     trees = [flatten(config.model_dump(mode="json", exclude={"name", "seed"})) for config in configs]
     flat = [{key: str(value) for key, value in tree.items()} for tree in trees]
-    several = {key for one in flat for key in one if len({other.get(key, one[key]) for other in flat}) > 1}
+    # A dense model has nothing to say of a memory's settings; of another section that only some have, it says that it has none.
+    several = {
+        key
+        for one in flat
+        for key in one
+        if len({other.get(key, one[key] if key.startswith("memory") else "None") for other in flat}) > 1
+    }
     some_dense = any(config.memory for config in configs)
     return [
         ("memory=null",) * (config.memory is None and some_dense)

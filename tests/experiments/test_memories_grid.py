@@ -4,6 +4,7 @@ import pytest
 
 from pkm.errors import UserError
 from pkm.experiments.grid import coordinate, load_grid
+from pkm.experiments.jobs import differing
 from pkm.model.cost import parameters
 
 VOCABULARY = 2495
@@ -26,6 +27,11 @@ def test_all_memories_have_tables_of_one_size(cells):
 def test_all_are_trained_alike(cells):
     assert len({cell.config.optim.model_dump_json() for cell in cells.values()}) == 1
     assert len({(cell.config.model.layers, cell.config.model.dim) for cell in cells.values()}) == 1
+
+
+def test_a_plan_tells_experts_from_the_dense_model(cells):
+    dense, experts = differing([cells[name].config for name in ("dense", "experts")])
+    assert dense == () and {"model.experts.count=33", "model.experts.active=2"} <= set(experts)
 
 
 def test_a_row_is_called_after_its_cell(cells):
