@@ -263,6 +263,13 @@ def activation_bytes(config: Config, vocab_size: int, tokens: int) -> int:
     return tokens * (token + d * a) + copies + vocab_size * d * FP32 + logits
 
 
+def numbers_made(config: Config, vocab_size: int) -> int:
+    """Numbers that a step computes, about: what backward keeps, and all that its memories' reads take out of tables."""
+    tokens = config.optim.batch_tokens
+    kept = activation_bytes(config, vocab_size, tokens) // BYTES[planned_precision(config)]
+    return kept + tokens * _of_memories(config, lambda m: m.reads * of_memory.row(m, config.model.dim))
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that each rank sends to others in one update. Of R ranks, a sum of n bytes takes 2 n (R - 1) / R, as a ring."""

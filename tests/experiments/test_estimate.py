@@ -13,7 +13,7 @@ from pkm.experiments import estimate
 from pkm.experiments.estimate import Estimate, Estimator, total
 from pkm.experiments.jobs import Job
 from pkm.format import roughly
-from pkm.model.cost import flops
+from pkm.model.cost import flops, numbers_made
 from tests.support.tiny import tiny_config
 
 
@@ -29,13 +29,22 @@ def job(config, trained: bool = True, timed: bool = False) -> Job:
     return Job(config, Path("a.yaml"), (), ["grid/cell"], trained, timed)
 
 
-def test_without_any_run_it_is_a_share_of_this_machines_matrix_products(config, monkeypatch) -> None:
+def test_without_any_run_it_is_from_this_machines_products_and_what_its_memory_moves(config, monkeypatch) -> None:
     monkeypatch.setattr(estimate, "matmul_rate", lambda device, precision, threads: 4e9)
+    monkeypatch.setattr(estimate, "copy_rate", lambda threads: 1e9)
     c = config()
+    vocabulary = open_corpus(c.corpus.path).vocab.size
     speed, basis = Estimator().tokens_per_second(c)
-    work = flops(c, open_corpus(c.corpus.path).vocab.size).training
-    assert speed == pytest.approx(0.25 * 4e9 / work) and "matrix products" in basis
+    moved = 15 * 4 * numbers_made(c, vocabulary)
+    seconds = 64 * flops(c, vocabulary).training / (0.9 * 4e9) + moved / 1e9
+    assert speed == pytest.approx(64 / seconds) and "matrix products and memory" in basis
     assert Estimator(ranks=2).tokens_per_second(c)[0] == pytest.approx(2 * speed)
+
+
+def test_a_narrow_model_with_many_reads_takes_longer_than_its_flops_say(config, monkeypatch) -> None:
+    monkeypatch.setattr(estimate, "matmul_rate", lambda device, precision, threads: 1e12)
+    few, many = config(memory={"heads": 1, "knn": 1}), config(memory={"heads": 8, "knn": 8})
+    assert Estimator().tokens_per_second(few)[0] > 1.5 * Estimator().tokens_per_second(many)[0]
 
 
 def test_runs_of_the_cell_itself_tell_most_and_others_tell_by_their_flops(config) -> None:
