@@ -4,14 +4,15 @@ With 60,000 subwords and 16,384 tokens the logits and their gradient would take 
 them on a GPU, and on a CPU as many as its caches hold. Gradients are worked out beside the loss, so that no logit is
 computed twice.
 
-On a GPU with Triton a chunk's logits are written by their product, read and overwritten with their gradient by one kernel,
-and read by two more products, all in autocast's dtype. Rows of the weight are added there, in the copy that is made for the
-products anyway, until V is a multiple of 64: tensor cores are fed at full speed only by rows that are aligned.
+On a GPU with Triton, and on a CPU with numba, a chunk's logits are written by their product, read and overwritten with their
+gradient by one kernel, and read by two more products, all in autocast's dtype. Rows of the weight are added there, in the copy
+that is made for the products anyway, until V is a multiple of 64: tensor cores are fed at full speed only by rows that are aligned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from pkm.corpus.batches import IGNORE
 from pkm.memory.kernels.backend import TRITON
+from pkm.memory.kernels.cpu import compiled
 
 CHUNK_LOGITS = 2**28  # 512 MiB in bf16
 CHUNK_LOGITS_CPU = 2**22
@@ -58,7 +60,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         trains: bool,
     ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            compute = _fused if _has_kernel(hidden) else _plain
+            kernel = _kernel(hidden, len(hidden) * len(weight), cap)
+            compute = partial(_fused, kernel) if kernel else _plain
             total, *grads = compute(hidden, weight, bias, targets, cap, z, trains)
         ctx.save_for_backward(*grads)
         return total
@@ -71,8 +74,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return hidden * scale, weight * scale, bias * scale, None, None, None, None
 
 
-def _has_kernel(hidden: Tensor) -> bool:
-    return TRITON and hidden.is_cuda and hidden.dtype is not torch.float64
+def _kernel(hidden: Tensor, logits: int, cap: float | None) -> Callable[..., Tensor] | None:
+    """What does all that is between the products, if there is something for this device. That for CPUs knows no cap and
+    no half precision but bf16, and is not worth being loaded for few logits."""
+    if hidden.is_cuda and TRITON and hidden.dtype is not torch.float64:
+        from pkm.model import triton_loss
+
+        return triton_loss.cross_entropy
+    known = hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.bfloat16) and cap is None
+    if known and compiled(logits) is not None:
+        from pkm.model import compiled_loss
+
+        return compiled_loss.cross_entropy
+    return None
 
 
 def _plain(
@@ -107,11 +121,16 @@ def _plain(
 
 
 def _fused(
-    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, cap: float | None, z: float, trains: bool
+    cross_entropy: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    targets: Tensor,
+    cap: float | None,
+    z: float,
+    trains: bool,
 ) -> list[Tensor]:
     """The same with one kernel for all that is between the products."""
-    from pkm.model.triton_loss import cross_entropy
-
     (vocab_size, dim), tokens = weight.shape, len(hidden)
     width = _aligned(vocab_size, ALIGNED)
     matrix = torch.empty(width, dim, dtype=hidden.dtype, device=weight.device)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from pkm.corpus.batches import IGNORE
-from pkm.model import loss
+from pkm.model import compiled_loss, loss
 from pkm.model.loss import linear_cross_entropy
 from tests.support.interpreted import passes_in_tritons_interpreter
 
@@ -50,6 +50,54 @@ def test_capped_logits_z_loss_and_no_bias_give_the_gradients_of_their_definition
     wanted = cross_entropy + z * logits.logsumexp(1)[targets != IGNORE].square().sum()
     torch.testing.assert_close(nll.double(), cross_entropy, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found, torch.autograd.grad(wanted * 0.25, ours), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype, relative", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_compiled_for_a_cpu_the_loss_is_exact_and_gradients_are_rounded_to_their_dtype_alone(
+    dtype, relative, threads, monkeypatch
+):
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(200, 77, generator=generator).mul(9).to(dtype)
+    bias, targets = torch.randn(77, generator=generator), torch.randint(0, 70, (200,), generator=generator)
+    bias[70:], targets[::9] = -torch.inf, IGNORE
+    exact = (logits.double() + bias).requires_grad_()
+    wanted = F.cross_entropy(exact, targets, reduction="none", ignore_index=IGNORE)
+    z = 0.3 * exact.logsumexp(1).square()[targets != IGNORE]
+    (by,) = torch.autograd.grad(wanted.sum() + z.sum(), exact)
+    try:
+        torch.set_num_threads(threads)
+        evaluated = compiled_loss.cross_entropy(logits.clone(), bias, targets, False, z=0.3)
+        losses = compiled_loss.cross_entropy(logits, bias, targets, True, z=0.3)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(losses.double(), wanted.detach(), rtol=1e-6, atol=1e-5)
+    assert torch.equal(evaluated, losses)
+    torch.testing.assert_close(logits.double(), by, rtol=relative, atol=2e-6)
+
+
+def test_a_logit_that_is_not_finite_makes_the_compiled_loss_not_finite_and_no_others():
+    for odd in (torch.nan, torch.inf):
+        logits = torch.zeros(3, 40)
+        logits[1, 7] = odd
+        losses = compiled_loss.cross_entropy(logits, torch.zeros(40), torch.tensor([1, 2, 3]), True)
+        assert losses.isfinite().tolist() == [True, False, True]
+
+
+def test_large_losses_on_a_cpu_are_compiled_and_close_to_the_plain_ones(monkeypatch):
+    found = []
+    for numba in (True, False):
+        tensors, targets = inputs(torch.float32, n=300, d=32, v=1000)
+        if not numba:
+            monkeypatch.setattr(loss, "compiled", lambda numbers: None)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            nll = linear_cross_entropy(*tensors, targets)
+        nll.backward()
+        found.append([nll.detach(), *(t.grad for t in tensors)])
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+    for one, other in zip(found[0][1:], found[1][1:], strict=True):
+        assert (one - other).norm() < 5e-3 * other.norm()
 
 
 def test_only_targets_that_are_scored_count():

@@ -21,12 +21,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 LANES = 32  # numbers that compiled loops take at a time
 LOW = np.int32(0x7FFFFFFF)
 NOT_FINITE = np.int32(0x7F800000)  # bits of infinity: those of NaN are larger
-LEAST = np.int32(-0x80000000)  # the bits of -0.0; and below every number that `_ordered` gives
+LEAST = np.int32(-0x80000000)  # the bits of -0.0; and below every number that `in_order` gives
 LEAST_KEY = np.int64(-0x7FFFFFFFFFFFFFFF)
 HALVINGS = 12
 
 
-def _compiled(function: F, fastmath: object = False) -> F:
+def compiled(function: F, fastmath: object = False) -> F:
     """`function` in machine code; as it stands: an exact sum may lose nothing to operations that become one."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
     try:
@@ -36,17 +36,17 @@ def _compiled(function: F, fastmath: object = False) -> F:
 
 
 LARGEST = np.float32(3e38)  # as pkm.memory.kernels.adam_step has it
-_contracted = partial(_compiled, fastmath={"contract"})  # a * b + c as one operation
-_reordered = partial(_compiled, fastmath={"contract", "reassoc"})  # besides, sums in an order that lanes can add up
+contracted = partial(compiled, fastmath={"contract"})  # a * b + c as one operation
+reordered = partial(compiled, fastmath={"contract", "reassoc"})  # besides, sums in an order that lanes can add up
 
 
-@_compiled
-def _ordered(bits: Any) -> Any:
+@compiled
+def in_order(bits: Any) -> Any:
     """Bits of a number of fp32 <-> an int32 that grows with the number."""
     return np.int32(bits ^ (np.int32(bits >> np.int32(31)) & LOW))
 
 
-@_compiled
+@compiled
 def _largest(bits: Array, k: int, places: Array, ordered: Array, keys: Array, one: Array, one_bits: Array) -> bool:
     """Places (k,) of the k largest of one row (C,), largest first, the lowest place of equals first; False if not all are finite.
 
@@ -57,7 +57,7 @@ def _largest(bits: Array, k: int, places: Array, ordered: Array, keys: Array, on
     for c in range(size):
         v = bits[c]
         strange = max(strange, np.int32(v & LOW))
-        v = _ordered(np.int32(0) if v == LEAST else v)  # -0.0 equals 0.0
+        v = in_order(np.int32(0) if v == LEAST else v)  # -0.0 equals 0.0
         ordered[c] = v
         high, low = max(high, v), min(low, v)
     if strange >= NOT_FINITE:
@@ -66,14 +66,14 @@ def _largest(bits: Array, k: int, places: Array, ordered: Array, keys: Array, on
     # Halve the range between the smallest and the largest number until few enough are above. Any threshold that k
     # numbers pass will do: that halving ends early costs time and no exactness.
     threshold = low
-    one_bits[0] = _ordered(low)
+    one_bits[0] = in_order(low)
     bottom = np.float64(one[0])
-    one_bits[0] = _ordered(high)
+    one_bits[0] = in_order(high)
     top = np.float64(one[0])
     for _ in range(HALVINGS if k < size else 0):
         middle = 0.5 * (bottom + top)
         one[0] = np.float32(middle)
-        tried, passed = _ordered(one_bits[0]), np.int32(0)
+        tried, passed = in_order(one_bits[0]), np.int32(0)
         for c in range(len(ordered)):
             passed += np.int32(ordered[c] >= tried)
         if passed < k:
@@ -98,7 +98,7 @@ def _largest(bits: Array, k: int, places: Array, ordered: Array, keys: Array, on
     return True
 
 
-@_compiled
+@compiled
 def _inexact(x: float, y: float) -> bool:
     """Whether x + y loses something to rounding (Knuth's TwoSum)."""
     total = x + y
@@ -106,7 +106,7 @@ def _inexact(x: float, y: float) -> bool:
     return ((x - (total - shadow)) + (y - shadow)) != 0
 
 
-@_compiled
+@compiled
 def _pairs(
     a: Array, b: Array, first: Array, second: Array, sub_keys: int, slots: Array, best: Array, at: Array, sums: Array
 ) -> bool:
@@ -140,7 +140,7 @@ def _pairs(
     return unsure
 
 
-@_compiled
+@compiled
 def select(
     scores: Array, bits: Array, head: int, start: int, stop: int, slots: Array, best: Array, unsure: Array
 ) -> None:
@@ -166,7 +166,7 @@ def select(
         unsure[n, head] = _pairs(a, b, first, second, sub_keys, slots[n, head], best[n, head], at, sums)
 
 
-@_compiled
+@compiled
 def group_rows(rows: Array, weights: Array, each: int, ends: Array, bags: Array, bag_weights: Array) -> None:
     """Sort reads by row, without comparing any: rows (M,), `each` of a token, weights (M,) -> bags (M,), the tokens of the
     first row's reads, then those of the second's, and so on, in the tokens' order; bag_weights (M,), their weights.
@@ -185,7 +185,7 @@ def group_rows(rows: Array, weights: Array, each: int, ends: Array, bags: Array,
             bags[place], bag_weights[place] = read // each, weights[read]
 
 
-@_compiled
+@compiled
 def _starts(counts: Array) -> None:
     """Counts -> the sum of those before, in place."""
     total = 0
@@ -195,7 +195,7 @@ def _starts(counts: Array) -> None:
         total += count
 
 
-@_compiled
+@compiled
 def group_sub_keys(
     by_scores: Array,
     slots: Array,
@@ -239,7 +239,7 @@ def group_sub_keys(
     ends[0] = part * tokens * k
 
 
-@_reordered
+@reordered
 def dots(grad: Array, table: Array, indices: Array, start: int, stop: int, out: Array) -> None:
     """Products of the tokens' gradients with the rows that they read, from token `start` to before `stop`.
 
@@ -268,7 +268,7 @@ def dots(grad: Array, table: Array, indices: Array, start: int, stop: int, out: 
                 out[n, j] = 0
 
 
-@_contracted
+@contracted
 def adam(rows: Array, grad: Array, table: Array, mean: Array, square: Array, numbers: Array) -> None:
     """Lazy Adam on rows (U,) of table, mean and square (K, D) with grad (U, D), all fp32, in place.
 
