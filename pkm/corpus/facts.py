@@ -4,7 +4,8 @@ Names and places are told from other words by their capitals alone, and a place 
 the same for every model that is asked. What a capital says nothing of (the first word of a sentence, a headline, a month)
 is left out.
 
-A fact counts as seen where a window of training held its last CUE words before the answer, and the answer, whole.
+Words are Moses' (pkm.corpus.words), and a fact begins and ends with tokens of the corpus. It counts as seen where a window of
+training held its last CUE words before the answer, and the answer, whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from pkm.corpus.batches import TrainingBatches
 from pkm.corpus.store import Split
-from pkm.text.vocab import CONTINUES, EOS_ID, UNK_ID, Vocab
+from pkm.corpus.words import Word, Words
 
 Kind = Literal["name", "place", "number"]
 
@@ -29,6 +30,8 @@ TAIL = CUE + 1
 PIECE = 1 << 21
 """Tokens of the split that are looked through at a time."""
 TABLE_BITS = 24
+AROUND = 16
+"""Tokens before and after a statement that tell whether words begin and end with it."""
 
 ENDS = (".", "!", "?")
 BEFORE_PLACES = ("in", "near", "outside", "across", "throughout")
@@ -64,21 +67,19 @@ class Seen:
     last: int
 
 
-def facts_in(ids: Sequence[int], vocab: Vocab) -> Iterator[Fact]:
-    """Those whose sentence begins within `ids` and whose answer ends there."""
-    words = list(_words(ids, vocab))
-    texts = [text for text, _, _ in words]
-    start = None  # the word that the sentence begins with
-    for i, text in enumerate(texts):
+def facts_in(ids: Sequence[int], words: Words, unknown_id: int | None) -> Iterator[Fact]:
+    """Those whose sentence begins within `ids` and whose answer ends there, both where a token does."""
+    found = words(ids)
+    texts = [word.text for word in found]
+    ended, start = False, None  # the word that the sentence begins with
+    for i, (text, first, _) in enumerate(found):
         if text in ENDS or text == "":
-            start = i + 1
+            ended, start = True, None
             continue
-        if (
-            start is None
-            or i - start < CUE
-            or not texts[i - 1].islower()
-            or UNK_ID in ids[words[start][1] : words[i][2]]
-        ):
+        if start is None:
+            start = i if ended and first is not None else None
+            continue
+        if i - start < CUE or first is None or not texts[i - 1].islower():
             continue
         if any(c.isdigit() for c in text):
             kind: Kind = "number"
@@ -90,34 +91,26 @@ def facts_in(ids: Sequence[int], vocab: Vocab) -> Iterator[Fact]:
                 continue  # it may go on beyond these ids
         else:
             continue
-        first, end = words[i][1], words[last][2]
-        if UNK_ID not in ids[first:end]:
-            prompt = tuple(ids[words[start][1] : first])
-            yield Fact(kind, prompt, tuple(ids[first:end]), first - words[i - CUE][1])
+        end, cue = found[last].end, _cue(found[start : i + 1])
+        if end is not None and cue and unknown_id not in ids[found[start].first : end]:
+            yield Fact(kind, tuple(ids[found[start].first : first]), tuple(ids[first:end]), cue)
 
 
-def _words(ids: Sequence[int], vocab: Vocab) -> Iterator[tuple[str, int, int]]:
-    """(text, first, end) of every whole word; of the end of a line the text is "". What is left of a cut word is none."""
-    pieces: list[str] = []
-    first = 0
-    for i, token in enumerate(ids):
-        if token == EOS_ID:
-            yield "", i, i + 1
-            pieces, first = [], i + 1
-        else:
-            pieces.append(vocab.pieces[token].removesuffix(CONTINUES))
-            if vocab.word_ends[token]:
-                yield "".join(pieces), first, i + 1
-                pieces, first = [], i + 1
+def _cue(words: Sequence[Word]) -> int:
+    """Tokens before the last of these words that hold CUE words before it, and are as many at least; 0 if the words are too few."""
+    end = words[-1].first
+    assert end is not None
+    begins = (end - word.first for word in words[-1 - CUE :: -1] if word.first is not None)
+    return next((tokens for tokens in begins if tokens >= CUE), 0)
 
 
 def _is_name(word: str) -> bool:
     return word[:1].isupper() and word.isalpha() and len(word) > 1 and word not in NO_NAMES
 
 
-def when_seen(facts: Sequence[Fact], batches: TrainingBatches, steps: int) -> list[Seen]:
+def when_seen(facts: Sequence[Fact], batches: TrainingBatches, words: Words, steps: int) -> list[Seen]:
     """Of every fact how often, and when last, the first `steps` steps held it. Reads the training split once."""
-    at = _windows_with({fact.statement for fact in facts}, batches)
+    at = _windows_with({fact.statement for fact in facts}, batches, words)
     found = []
     for fact in facts:
         seen = batches.steps_of(np.array(at.get(fact.statement, ()), np.int64), steps)
@@ -125,7 +118,9 @@ def when_seen(facts: Sequence[Fact], batches: TrainingBatches, steps: int) -> li
     return found
 
 
-def _windows_with(statements: set[tuple[int, ...]], batches: TrainingBatches) -> dict[tuple[int, ...], list[int]]:
+def _windows_with(
+    statements: set[tuple[int, ...]], batches: TrainingBatches, words: Words
+) -> dict[tuple[int, ...], list[int]]:
     """The windows that hold each of the statements, from the second token on all as targets; one that holds it twice comes twice."""
     by_key: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for statement in statements:
@@ -149,9 +144,17 @@ def _windows_with(statements: set[tuple[int, ...]], batches: TrainingBatches) ->
                 first = end - len(statement)
                 window = (begin + first) // batches.context
                 whole = first >= 0 and begin + end <= (window + 1) * batches.context + 1 and window < batches.windows
-                if whole and tuple(ids[first:end].tolist()) == statement:
+                same = whole and tuple(ids[first:end].tolist()) == statement
+                if same and _in_words(batches.split, begin + first, begin + end, words):
                     at[statement].append(window)
     return at
+
+
+def _in_words(split: Split, first: int, end: int, words: Words) -> bool:
+    """Whether words begin and end where these tokens do: 10 is not stated by 100, though a token of it says so."""
+    begin = max(first - AROUND, 0)
+    found = words(split.read(begin, end + AROUND).tolist())
+    return any(w.first == first - begin for w in found) and any(w.end == end - begin for w in found)
 
 
 def _hashes(ids: np.ndarray) -> np.ndarray:
@@ -164,7 +167,7 @@ def _hashes(ids: np.ndarray) -> np.ndarray:
     return hashed * MULTIPLIER
 
 
-def facts_seen(batches: TrainingBatches, vocab: Vocab, steps: int, wanted: int, seed: int) -> list[Fact]:
+def facts_seen(batches: TrainingBatches, words: Words, steps: int, wanted: int, seed: int) -> list[Fact]:
     """About `wanted` facts that the first `steps` steps read, as many of each age (`ages`), each of another window."""
     rng = np.random.default_rng(seed)
     found: dict[tuple[int, ...], Fact] = {}
@@ -175,18 +178,18 @@ def facts_seen(batches: TrainingBatches, vocab: Vocab, steps: int, wanted: int, 
         for sample in _some(rng, first, end, 8 * wanted // len(bins)):
             step, row = divmod(sample, batches.sequences)
             window = int(batches.indices(step, row, row + 1)[0])
-            _take(found, rng, batches.split.read(window * batches.context, (window + 1) * batches.context), vocab)
+            _take(found, rng, batches.split, window, batches.context, words)
             if len(found) - before >= wanted / len(bins):
                 break
     return list(found.values())
 
 
-def facts_held_out(split: Split, context: int, vocab: Vocab, wanted: int, seed: int) -> list[Fact]:
+def facts_held_out(split: Split, context: int, words: Words, wanted: int, seed: int) -> list[Fact]:
     """About `wanted` facts of a split that is not trained on, found as those that are: in windows of the context."""
     rng = np.random.default_rng(seed)
     found: dict[tuple[int, ...], Fact] = {}
     for window in _some(rng, 0, split.tokens // context, 8 * wanted):
-        _take(found, rng, split.read(window * context, (window + 1) * context), vocab)
+        _take(found, rng, split, window, context, words)
         if len(found) >= wanted:
             break
     return list(found.values())
@@ -208,9 +211,12 @@ def _some(rng: np.random.Generator, first: int, end: int, most: int) -> list[int
     return list(dict.fromkeys((first + rng.integers(0, count, most)).tolist()))
 
 
-def _take(found: dict[tuple[int, ...], Fact], rng: np.random.Generator, ids: np.ndarray, vocab: Vocab) -> None:
+def _take(
+    found: dict[tuple[int, ...], Fact], rng: np.random.Generator, split: Split, window: int, context: int, words: Words
+) -> None:
     """Add one fact of a window, if it has any."""
-    there = list(facts_in(ids.tolist(), vocab))
+    ids = split.read(window * context, (window + 1) * context).tolist()
+    there = list(facts_in(ids, words, split.unknown_id))
     if there:
         fact = there[rng.integers(len(there))]
         found.setdefault(fact.statement, fact)

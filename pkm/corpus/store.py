@@ -25,7 +25,7 @@ import numpy as np
 
 from pkm.errors import UserError
 from pkm.files import NewFile, atomic_write, explained, fsync_directory, read_json, sha256
-from pkm.text.vocab import SPECIALS, UNK_ID, Vocab
+from pkm.text.vocab import EOS_ID, SPECIALS, UNK_ID, Vocab
 
 if TYPE_CHECKING:
     from pkm.text.encode import Encoder
@@ -98,7 +98,7 @@ class Split:
     def __init__(
         self, name: str, path: Path, dtype: np.dtype, shards: Sequence[Shard], unknown_id: int | None = UNK_ID
     ):
-        self.name, self._unknown_id = name, unknown_id
+        self.name, self.unknown_id = name, unknown_id
         self.documents = sum(shard.documents for shard in shards)
         self.words = sum(shard.words for shard in shards)
         self.tokens = sum(shard.tokens for shard in shards)
@@ -119,7 +119,7 @@ class Split:
         if self._unknown is not None:
             return self._unknown / max(self.tokens, 1)
         first = self.read(0, COUNTED_TOKENS)
-        return float((first == self._unknown_id).mean()) if len(first) else 0.0
+        return float((first == self.unknown_id).mean()) if len(first) else 0.0
 
     def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
         if name not in self._mapped:
@@ -214,6 +214,11 @@ class Corpus:
     def unknown_id(self) -> int | None:
         """What stands for text that the vocabulary cannot say; None if nothing does."""
         return self.vocab.unknown_id if isinstance(self.vocab, OtherVocab) else UNK_ID
+
+    @property
+    def end_id(self) -> int:
+        """What ends every document, with Moses tokens every line."""
+        return self.vocab.end_id if isinstance(self.vocab, OtherVocab) else EOS_ID
 
     @property
     def words_are(self) -> str:

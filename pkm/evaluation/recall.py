@@ -22,16 +22,15 @@ from pkm.config.schema import Config
 from pkm.corpus.batches import PAD_ID, TrainingBatches
 from pkm.corpus.facts import Fact, Seen, ages, facts_held_out, facts_seen, when_seen
 from pkm.corpus.store import Corpus
+from pkm.corpus.words import words_of
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.evaluation.evaluate import inference
 from pkm.format import markdown_table
 from pkm.model.transformer import Transformer
-from pkm.text.vocab import EOS_ID, Vocab
 
 FILE = "facts.json"
-NO_FACTS = "facts are found among Moses tokens, and this corpus has others"
 POOL = 8
 """Candidates for each fact that is asked: most were read once, and those read more often must be found among them."""
 EXAMPLES = 6
@@ -97,19 +96,18 @@ def recall(
     """Ask about `facts` facts after `step` steps of training: a third never read, a third read once, a third more often.
 
     Which facts those are depends on the corpus, the seed and the step alone; there may be fewer than asked for. `between`
-    is called before each batch. UserError for a model that has not been trained, or if the text holds no facts.
+    is called before each batch. UserError for a model that has not been trained, for text that came as ids without a tokenizer,
+    and if the text holds no facts.
     """
     train, held_out = corpus.train, corpus.test or corpus.valid
     if step < 1 or train is None:
         raise UserError("a model that has read nothing cannot be asked for facts", "--facts", "train it first")
-    vocab = corpus.vocab
-    if not isinstance(vocab, Vocab):
-        raise UserError(NO_FACTS, str(corpus.path), "leave out facts, or prepare the corpus with codes and vocabulary")
+    words = words_of(corpus)
     batches = TrainingBatches(train, config.corpus.context, config.sequences, config.seed)
-    candidates = facts_seen(batches, vocab, step, POOL * facts, config.seed)
+    candidates = facts_seen(batches, words, step, POOL * facts, config.seed)
     if held_out is not None:
-        candidates += facts_held_out(held_out, config.corpus.context, vocab, 2 * facts, HELD_OUT_SEED)
-    with_seen = list(zip(candidates, when_seen(candidates, batches, step), strict=True))
+        candidates += facts_held_out(held_out, config.corpus.context, words, 2 * facts, HELD_OUT_SEED)
+    with_seen = list(zip(candidates, when_seen(candidates, batches, words, step), strict=True))
     chosen = choose(with_seen, step, facts, config.seed)
     if not chosen:
         what = "no names, places or numbers were found in the text that was read, with four words of their sentence before them"
@@ -161,7 +159,7 @@ def ask(
     model: Transformer, corpus: Corpus, config: Config, compute: Compute, facts: Sequence[tuple[Fact, Seen]],
     between: Callable[[], None] = lambda: None,
 ) -> list[Asked]:  # fmt: skip
-    """Each fact's prompt after a </s>, then its answer; all ranks share the facts, and get all answers."""
+    """Each fact's prompt as at a document's beginning, then its answer; all ranks share the facts, and get all answers."""
     by_length = sorted(facts, key=lambda pair: len(pair[0].prompt) + len(pair[0].answer))
     ranks = dist.world_size()
     by_length += by_length[: -len(by_length) % ranks]  # so that all ranks have as many
@@ -170,22 +168,26 @@ def ask(
     with inference(model):
         for first in range(0, len(by_length), each):
             between()
-            found += _answers(model, compute, by_length[first : first + each], config.corpus.context)
+            batch = by_length[first : first + each]
+            found += _answers(model, compute, batch, corpus.end_id, config.corpus.context)
     order = {fact.statement: i for i, (fact, _) in enumerate(facts)}
     together = {one.fact.statement: one for some in dist.gather_objects(found) for one in some}
     return sorted(together.values(), key=lambda one: order[one.fact.statement])
 
 
-def _answers(model: Transformer, compute: Compute, batch: Sequence[tuple[Fact, Seen]], context: int) -> Iterator[Asked]:
+def _answers(
+    model: Transformer, compute: Compute, batch: Sequence[tuple[Fact, Seen]], end_id: int, context: int
+) -> Iterator[Asked]:
     """This rank's part of a batch's answers; every rank's part has the same shape."""
-    texts = [[EOS_ID, *fact.prompt, *fact.answer][-context - 1 :] for fact, _ in batch]
+    texts = [[end_id, *fact.prompt, *fact.answer][-context - 1 :] for fact, _ in batch]
     width, rows = max(map(len, texts)) - 1, range(dist.rank(), len(batch), dist.world_size())
     ids = torch.full((len(rows), width), PAD_ID)
     for i, row in enumerate(rows):
         ids[i, : len(texts[row]) - 1] = torch.tensor(texts[row][:-1])
-    inputs = ids.to(compute.device)
+    # By length, since another tokenizer's text may hold the id of padding.
+    real = torch.arange(width) < torch.tensor([[len(texts[row]) - 1] for row in rows])
     with compute.autocast():
-        hidden = model.hidden(inputs, inputs != PAD_ID)
+        hidden = model.hidden(ids.to(compute.device), real.to(compute.device))
         for i, row in enumerate(rows):
             (fact, seen), end = batch[row], len(texts[row]) - 1
             logits = model.logits(hidden[i, end - len(fact.answer) : end]).float().cpu()

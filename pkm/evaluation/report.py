@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from pkm.config.schema import Config
-from pkm.corpus.store import Corpus, OtherVocab
+from pkm.corpus.store import Corpus
 from pkm.corpus.unknown import WARNS, percent
+from pkm.corpus.words import NO_WORDS
 from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.evaluation.evaluate import MOSES, Evaluation, Speed, evaluate, measure_speed
-from pkm.evaluation.recall import NO_FACTS, Recall, recall, recall_markdown
+from pkm.evaluation.recall import Recall, recall, recall_markdown
 from pkm.files import atomic_write, json_text
 from pkm.format import markdown_table, perplexity
 from pkm.inference.trained import load_weights
@@ -44,8 +45,8 @@ def report(run: Run, compute: Compute, corpus: Corpus, model: Transformer, stop:
     if asked.train_documents and corpus.train is not None:
         fitted = evaluate(model, corpus, corpus.train, config, compute, asked.train_documents, between)
     known = None
-    if asked.facts and isinstance(corpus.vocab, OtherVocab):
-        run.say(f"not asked for facts: {NO_FACTS}")
+    if asked.facts and not corpus.decodes:
+        run.say(f"not asked for facts: {NO_WORDS}")
     elif asked.facts:
         known = recall(model, corpus, config, compute, best.step, asked.facts, between)
     speed = measure_speed(model, corpus, split, config, compute)

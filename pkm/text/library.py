@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,29 @@ class LibraryEncoder:
         if len(documents) > 1 and not documents[-1]:
             documents.pop()
         return "\n".join(self._tokenizer.decode(document, skip_special_tokens=True) for document in documents)
+
+    def added_texts(self, runs: Sequence[Sequence[int]]) -> list[str]:
+        """What each of these runs of ids adds to a text that goes on, white space included; U+FFFD for part of a character."""
+        # A decoder may leave out a space where the text begins, and one at its end if marks stand at the ends of words.
+        before, text = self._plain_token
+        after = [before] if self._end_of_word else []
+        whole = self._tokenizer.decode_batch([[before, *run, *after] for run in runs], skip_special_tokens=True)
+        return [one[len(text) : len(one) - len(text) * len(after)] for one in whole]
+
+    @cached_property
+    def _end_of_word(self) -> str:
+        return getattr(self._tokenizer.model, "end_of_word_suffix", None) or ""
+
+    @cached_property
+    def _plain_token(self) -> tuple[int, str]:
+        """A token of letters, which does not end a word where that is marked; and its text."""
+        for i in sorted(set(range(self.size)) - set(self.unsampled)):
+            name, text = self._tokenizer.id_to_token(i), self._tokenizer.decode([i])
+            if text.isalpha() and not (self._end_of_word and name.endswith(self._end_of_word)):
+                return i, text
+        raise UserError(
+            "it has no token of letters alone", "tokenizer.json", "give a tokenizer that was trained on text"
+        )
 
     def prompt(self, text: str) -> list[int]:
         """What a model sees before it goes on from a text that begins a document."""

@@ -7,6 +7,7 @@ import torch
 
 import train as program
 from pkm.config.load import dump
+from pkm.corpus.batches import PAD_ID
 from pkm.corpus.facts import Fact, Seen
 from pkm.corpus.store import open_corpus
 from pkm.device import Compute
@@ -14,7 +15,7 @@ from pkm.errors import UserError
 from pkm.evaluation.recall import ask, choose, grouped, recall, recall_markdown
 from pkm.model.transformer import build_model
 from pkm.report.run_directories import read_run
-from tests.support.tiny import corpus_of, tiny_config
+from tests.support.tiny import byte_level_corpus_of, corpus_of, tiny_config
 
 CPU = Compute(torch.device("cpu"), "fp32")
 NAMES = [f"{a}{b}" for a in ("An", "Be", "Ca", "Da", "El", "Fi") for b in ("na", "ra", "la", "mo")]
@@ -62,6 +63,19 @@ def test_the_likelihood_of_an_answer_is_that_of_its_tokens_after_the_sentence(mo
         assert one.nll == pytest.approx(expected, rel=1e-5)
         assert one.said == tuple(log_p.argmax(1).tolist())
         assert one.exact == (one.said == fact.answer)
+
+
+def test_answers_of_another_tokenizer_come_after_its_end_and_hold_its_id_of_padding(config, tmp_path):
+    corpus = open_corpus(byte_level_corpus_of(tmp_path / "bytes", train=["a"], test=["a"]))
+    model = build_model(config, corpus.vocab.size).eval()
+    fact = Fact("name", (60, PAD_ID, 61, 62), (PAD_ID, 63), 4)
+    longer = Fact("name", (60, 61, 62, 64, 65, 66), (63,), 4)
+    asked = ask(model, corpus, config, CPU, [(one, Seen(1, 0)) for one in (fact, longer)])
+    with torch.no_grad():
+        log_p = model.logits(model.hidden(torch.tensor([[corpus.vocab.end_id, 60, PAD_ID, 61, 62, PAD_ID]])))[0]
+    log_p = log_p.double().log_softmax(1)
+    assert corpus.vocab.end_id == 0
+    assert asked[0].nll == pytest.approx(-float(log_p[-2, PAD_ID] + log_p[-1, 63]), rel=1e-5)
 
 
 def test_a_model_that_read_facts_over_and_over_knows_them_and_not_those_it_never_read(train, corpus):

@@ -14,7 +14,6 @@ from pkm.corpus.store import OtherVocab, open_corpus, verify
 from pkm.device import Compute
 from pkm.errors import UserError, UserErrors
 from pkm.evaluation.evaluate import evaluate, measure_speed
-from pkm.evaluation.recall import recall
 from pkm.evaluation.report import report_markdown, report_record
 from pkm.inference.export import WEIGHTS, export, load_exported
 from pkm.inference.generate import generate
@@ -189,8 +188,6 @@ def test_scores_count_the_words_between_white_space_and_reports_say_so(other):
     assert ratio == pytest.approx(corpus.test.words / corpus.test.tokens, rel=0.01)
     text = report_markdown(report_record(config, model, 1, whole, speed), whole, speed)
     assert "perplexity per word (between white space)" in text
-    with pytest.raises(UserError, match="facts are found among Moses tokens"):
-        recall(model, corpus, config, CPU, step=1, facts=3)
 
 
 def test_text_of_the_id_of_padding_is_scored_as_text(other):

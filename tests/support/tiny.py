@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from pkm.config.schema import Config, load
-from pkm.corpus.store import Shard, ShardWriter, write_manifest
+from pkm.corpus.store import TOKENIZER, OtherVocab, Shard, ShardWriter, write_manifest
 from pkm.model.transformer import Transformer
 from pkm.text.vocab import EOS_ID, SPECIALS, UNIVERSAL, UNK_ID, Vocab
 from pkm.train.optim import Optimizers
@@ -103,4 +103,23 @@ def corpus_of(path: Path, **texts: list[str]) -> Path:
             writer.end_document(words=int(vocab.word_ends[ids].sum()), size=len(text))
         shards[split] = [writer.close()]
     write_manifest(path, shards, vocab, {"escape": False, "normalize": None}, {})
+    return path
+
+
+def byte_level_corpus_of(path: Path, **texts: list[str]) -> Path:
+    """A prepared corpus of `train`, `valid` and `test` documents, by the byte-level tokenizer.json of tests/support/tokenizer_files.py."""
+    from pkm.text.library import LibraryEncoder
+    from tests.support.tokenizer_files import tokenizer_file
+
+    path.mkdir(parents=True)
+    (path / TOKENIZER).write_text(tokenizer_file("byte-level"), encoding="utf-8")
+    encoder = LibraryEncoder.load(path / TOKENIZER)
+    shards: dict[str, list[Shard]] = {"train": [], "valid": [], "test": []}
+    for split, documents in texts.items():
+        writer = ShardWriter(path, f"{split}-00000", encoder.size, encoder.unknown_id, count_words=True)
+        for text in documents:
+            writer.end_document(words=encoder.encode(text, writer.ids), size=len(text.encode()))
+        shards[split] = [writer.close()]
+    vocab = OtherVocab(encoder.size, encoder.end_id, encoder.unknown_id)
+    write_manifest(path, shards, vocab, {"library": "tokenizers", "end": encoder.end}, {})
     return path

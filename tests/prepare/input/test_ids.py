@@ -338,6 +338,7 @@ def test_a_run_on_ids_alone_scores_tokens_and_says_why_it_has_no_words_and_gener
 
     from pkm.device import Compute
     from pkm.evaluation.evaluate import evaluate, measure_speed
+    from pkm.evaluation.recall import recall
     from pkm.evaluation.report import report_markdown, report_record
     from pkm.inference.trained import load_trained
 
@@ -351,6 +352,8 @@ def test_a_run_on_ids_alone_scores_tokens_and_says_why_it_has_no_words_and_gener
     assert found.perplexity > 1 and (found.word_loss, found.word_perplexity, found.bits_per_byte) == (None, None, None)
     text = report_markdown(report_record(trained.config, trained.model, 2, found, speed), found, speed)
     assert "(not known) | - " in text and "the text came as ids" in text
+    with pytest.raises(UserError, match="nobody knows where a name or a number stands"):
+        recall(trained.model, trained.corpus, trained.config, compute, step=2, facts=3)
     with pytest.raises(UserError, match="prepared from ids"):
         trained.corpus.encoder()
     with pytest.raises(UserError, match="prepared from ids"):
