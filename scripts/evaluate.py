@@ -1,9 +1,9 @@
-"""Score a trained model: perplexity, memory usage, KL, words per second; facts of its training text that it knows.
+"""Score a trained model: perplexity, memory usage, KL, words per second; or facts of its training text that it knows; or tasks.
 
 python scripts/evaluate.py runs/quickstart
 python scripts/evaluate.py runs/quickstart --split valid --checkpoint latest --stride 64 --json
 python scripts/evaluate.py runs/quickstart --facts         # kept in the run's facts.json; scripts/compare.py sets runs side by side
-python scripts/evaluate.py runs/quickstart --tasks lambada_openai,hellaswag --limit 100    # of lm-evaluation-harness, alone
+python scripts/evaluate.py runs/quickstart --tasks lambada_openai,hellaswag --limit 100    # of lm-evaluation-harness
 """
 
 import argparse
@@ -29,8 +29,8 @@ def main() -> int:
         nargs="?",
         const=3000,
         metavar="N",
-        help="ask for N names, places and numbers as the rest of their sentence: a third of held-out articles, a third "
-        "read once in training, a third more often (N: %(const)s)",
+        help="ask for N names, places and numbers as the rest of their sentence, and score nothing else: a third of held-out "
+        "articles, a third read once in training, a third more often (N: %(const)s)",
     )
     parser.add_argument("--tasks", metavar="A,B", help="score these tasks of lm-evaluation-harness, and nothing else")
     parser.add_argument("--tasks-from", type=Path, metavar="DIR", help="with --tasks: a folder of tasks of your own")
@@ -51,23 +51,25 @@ def main() -> int:
     overrides += [f"corpus.path={json.dumps(str(args.corpus))}"] if args.corpus else []
 
     from pkm.evaluation.evaluate import evaluate, measure_speed
-    from pkm.evaluation.recall import FILE, recall
+    from pkm.evaluation.recall import FILE, recall, recall_markdown
     from pkm.evaluation.report import report_markdown, report_record
     from pkm.files import atomic_write, json_text
     from pkm.inference.trained import load_trained
 
     trained = load_trained(args.run, args.checkpoint, tuple(overrides))
     config, corpus, model = trained.config, trained.corpus, trained.model
+    if args.facts:
+        known = recall(model, corpus, config, trained.compute, trained.step, args.facts)
+        atomic_write(args.run / FILE, found := json_text(known.record(), indent=1))
+        print(found.rstrip() if args.json else recall_markdown(known))
+        return 0
     split = corpus.split(args.split)
     if split is None:
         raise UserError(f"the corpus has no {args.split} split", str(corpus.path), "prepare it with held-out articles")
     evaluation = evaluate(model, corpus, split, config, trained.compute, args.documents)
     speed = measure_speed(model, corpus, split, config, trained.compute)
-    known = recall(model, corpus, config, trained.compute, trained.step, args.facts) if args.facts else None
-    record = report_record(config, model, trained.step, evaluation, speed, known=known)
-    if known:
-        atomic_write(args.run / FILE, json_text(known.record(), indent=1))
-    print(json_text(record, indent=2).rstrip() if args.json else report_markdown(record, evaluation, speed, known))
+    record = report_record(config, model, trained.step, evaluation, speed)
+    print(json_text(record, indent=2).rstrip() if args.json else report_markdown(record, evaluation, speed))
     return 0
 
 

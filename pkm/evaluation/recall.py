@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ from pkm.device import Compute
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.evaluation.evaluate import inference
+from pkm.files import read_json
 from pkm.format import markdown_table
 from pkm.model.transformer import Transformer
+from pkm.run.status import read_report
 
 FILE = "facts.json"
 POOL = 8
@@ -223,6 +226,23 @@ def _means(parts: dict[str, list[Asked]]) -> dict[str, Group]:
             exact = 100 * sum(one.exact for one in part) / len(part)
             groups[name] = Group(len(part), tokens, statistics.fmean(nlls), error, sum(nlls) / tokens, exact)
     return groups
+
+
+def read_facts(directory: Path) -> dict[str, Any] | None:
+    """How a run answered: its facts.json, else its report's; None if it was not asked."""
+    return read_json(directory / FILE) or (read_report(directory) or {}).get("facts")
+
+
+def is_asked(directory: Path) -> bool:
+    """Whether a run that is finished was asked at the step that its report is of."""
+    facts, report = read_facts(directory), read_report(directory)
+    return facts is not None and report is not None and facts["step"] == report["step"]
+
+
+def nats_saved(facts: Mapping[str, Any]) -> float | None:
+    """What an answer costs fewer where training held its sentence more than once than where it never did; None without both."""
+    groups = facts.get("groups", {})
+    return groups["never"]["nll"] - groups["more often"]["nll"] if {"never", "more often"} <= groups.keys() else None
 
 
 def recall_markdown(found: Recall) -> str:

@@ -29,7 +29,7 @@ NAMED = ("name", "layers", "dim", "memories", "slots", "batchnorm", "position", 
 COORDINATE = rf"^({'|'.join(NAMED)}|\w+(\.\w+)+)$"
 COORDINATE_IN_WORDS = f"{', '.join(NAMED)}, or any setting by its dotted key, as optim.dense.lr"
 Coordinate = Annotated[str, Field(pattern=COORDINATE, json_schema_extra={"patternErrorMessage": COORDINATE_IN_WORDS})]
-Measure = Literal["perplexity", "train_perplexity", "usage", "kl", "kwords_per_s"]
+Measure = Literal["perplexity", "train_perplexity", "usage", "kl", "kwords_per_s", "recall"]
 Sizes = dict[int, int]
 
 
@@ -77,7 +77,8 @@ class GridSettings(Part):
     columns: tuple[Coordinate, ...] = ()
     """What tells its groups of columns apart."""
     measures: tuple[Measure, ...]
-    """What it shows of each cell."""
+    """What it shows of each cell. kwords_per_s is measured once its runs are trained, and recall: the nats that an answer costs fewer
+    where training held its sentence more than once than where it never did (scripts/evaluate.py --facts)."""
     cells: tuple[CellSettings, ...]
     """In the paper's order."""
 

@@ -13,6 +13,7 @@ from pkm.config.load import flatten
 from pkm.config.rules import impossible_for
 from pkm.config.schema import Config
 from pkm.corpus.store import open_corpus
+from pkm.corpus.words import NO_WORDS
 from pkm.device import pick_device, pick_precision
 from pkm.errors import UserError
 from pkm.experiments.grid import Cell, Grid
@@ -20,6 +21,7 @@ from pkm.run.status import is_finished
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SPEED = TRAIN.parent / "scripts" / "speed.py"
+EVALUATE = TRAIN.parent / "scripts" / "evaluate.py"
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Job:
     trained: bool
     timed: bool
     """Whether its words a second are measured with nothing else at work."""
+    recall: bool = False
+    """Whether it is asked for facts once it is trained."""
     changed: tuple[str, ...] = ()
     """The settings that tell it from the other cells of its first grid."""
 
@@ -65,19 +69,20 @@ def list_jobs(grids: Sequence[Grid], seeds: Sequence[int]) -> list[Job]:
     found: dict[Path, Job] = {}
     for seed in seeds:
         for grid in grids:
-            timed = "kwords_per_s" in grid.settings.measures
             for cell, changed in zip(grid.cells, differing([cell.config for cell in grid.cells]), strict=True):
                 if cell.trained or seed == seeds[0]:
-                    _add(found, f"{grid.name}/{cell.name}", cell, seed, timed, changed)
+                    _add(found, grid, cell, seed, changed)
     return list(found.values())
 
 
-def _add(found: dict[Path, Job], title: str, cell: Cell, seed: int, timed: bool, changed: tuple[str, ...]) -> None:
+def _add(found: dict[Path, Job], grid: Grid, cell: Cell, seed: int, changed: tuple[str, ...]) -> None:
     config, arguments = cell.run(seed)
-    job = found.setdefault(config.directory, Job(config, cell.file, arguments, [], cell.trained, timed, changed))
-    job.cells.append(title)
+    new = Job(config, cell.file, arguments, [], trained=False, timed=False, changed=changed)
+    job = found.setdefault(config.directory, new)
+    job.cells.append(f"{grid.name}/{cell.name}")
     job.trained |= cell.trained
-    job.timed |= timed
+    job.timed |= "kwords_per_s" in grid.settings.measures
+    job.recall |= cell.trained and "recall" in grid.settings.measures
 
 
 def differing(configs: Sequence[Config]) -> list[tuple[str, ...]]:
@@ -104,7 +109,7 @@ def check(jobs: Sequence[Job], ranks: int, here: bool = True) -> None:
 
     here    they will run on this machine
 
-    UserError for a corpus that is not prepared or has nothing to score, a device or precision that this machine does not
+    UserError for a corpus that is not prepared, has nothing to score, or no text to find facts in where recall is asked for, a device or precision that this machine does not
     have, and a batch that the ranks cannot share.
     """
     for path in dict.fromkeys(job.config.corpus.path for job in jobs):
@@ -116,6 +121,8 @@ def check(jobs: Sequence[Job], ranks: int, here: bool = True) -> None:
             if corpus.split(name) is None:
                 fix = "prepare it with more documents, or name another one with --corpus"
                 raise UserError(f"the corpus has no {name} split", str(path), fix)
+        if not corpus.decodes and any(job.recall and job.config.corpus.path == path for job in jobs):
+            raise UserError(f"no facts: {NO_WORDS}", str(path), "leave recall out of the grid's measures")
     for job in jobs:
         if here:
             pick_precision(job.config, pick_device(job.config))

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pkm.evaluation.recall import nats_saved, read_facts
 from pkm.evaluation.speed import read_speed, seems_measured
 from pkm.experiments.estimate import Estimate, Estimator, total
 from pkm.experiments.task import Task
@@ -22,6 +23,7 @@ from pkm.format import duration, perplexity
 OVERALL_SECONDS = 60.0
 REFRESH_SECONDS = 0.5
 STYLES = {"finished": "green", "failed": "bold red", "stopped": "yellow", "elsewhere": "yellow"}
+AT_WORK = ("running", "timing", "asking")
 OVER = ("finished", "stopped", "failed", "elsewhere")
 
 
@@ -82,6 +84,12 @@ class LiveTable:
         speed = read_speed(task.job.directory) or {}
         self.say(f"{self._number(task)} {speed.get('words_per_second', 0):,.0f} words/s ({speed.get('device')})")
 
+    def asked(self, task: Task) -> None:
+        facts = read_facts(task.job.directory) or {}
+        nats = nats_saved(facts)
+        recall = "" if nats is None else f", recall {nats:.2f} nats"
+        self.say(f"{self._number(task)} asked for {facts.get('asked', 0):,} facts{recall}")
+
     def tick(self) -> None:
         while self.notes:
             self.say(self.notes.popleft())
@@ -95,7 +103,7 @@ class LiveTable:
         if self._live:
             self._live.update(self._picture(), refresh=True)
         else:
-            at = [task for task in self.tasks if task.state in ("running", "timing")]
+            at = [task for task in self.tasks if task.state in AT_WORK]
             self.say(" | ".join([self._overall(), *map(_at, at)]))
 
     def _number(self, task: Task) -> str:
@@ -148,7 +156,7 @@ class LiveTable:
 
     def _worth_showing(self) -> list[Task]:
         """What is at work, what went wrong, and as many of the others as there is room for."""
-        first = [task for task in self.tasks if task.state in ("running", "timing", "failed", "stopped", "elsewhere")]
+        first = [task for task in self.tasks if task.state in (*AT_WORK, "failed", "stopped", "elsewhere")]
         room = max(self.console.height - len(first) - 6, 0)
         finished = [task for task in self.tasks if task.state == "finished" and not task.before]
         shown = {id(task) for task in [*first, *finished[max(len(finished) - room, 0) :]]}
@@ -156,6 +164,6 @@ class LiveTable:
 
 
 def _at(task: Task) -> str:
-    if task.state == "timing":
-        return f"{task.job.title}: words a second"
+    if task.state != "running":
+        return f"{task.job.title}: {'words a second' if task.state == 'timing' else 'facts'}"
     return f"{task.job.title}: step {task.progress.step}/{task.job.config.optim.steps}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from pkm.distributed.torchrun import ONE_NODE
+from pkm.evaluation.recall import is_asked
 from pkm.evaluation.speed import measured_here
 from pkm.experiments.estimate import Estimate, Estimator, total
 from pkm.experiments.jobs import SPEED, TRAIN, Job
@@ -82,6 +83,7 @@ def _remark(job: Job, estimate: Estimate) -> str:
         said = "timed only" if estimate.speed else "timed already"
     elif not estimate.train:
         said = "finished" + (", to be timed" if estimate.speed else "")
+        said += ", to be asked for facts" if job.recall and not is_asked(job.directory) else ""
     elif holder := lock_holder(job.directory / "lock"):
         said = f"at work: {holder}"
     elif step := job.saved_step():

@@ -1,4 +1,5 @@
-"""Runs a grid on this machine: one run on each worker at a time; then measures their words per second one by one.
+"""Runs a grid on this machine: one run on each worker at a time; then measures their words per second one by one, and asks them
+for facts.
 
 Whatever ends it, the same call goes on: a run that is told to stop saves first, and what is finished is not run again.
 """
@@ -7,17 +8,17 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from pkm import files
+from pkm.evaluation.recall import is_asked
 from pkm.evaluation.speed import ROUNDS, SECONDS, measured_here
 from pkm.experiments.jobs import Job
 from pkm.experiments.live_table import LiveTable
-from pkm.experiments.task import Task
-from pkm.experiments.workers import RunProcess, Worker, speed_command, train_command
+from pkm.experiments.task import State, Task
+from pkm.experiments.workers import RunProcess, Worker, facts_command, speed_command, train_command
 from pkm.run.lock import lock_holder
 from pkm.run.status import mark_failed, read_status
 
@@ -37,7 +38,7 @@ class Scheduler:
         self._children: list[tuple[Task, RunProcess]] = []
 
     def run(self) -> None:
-        """Train what is not finished, measure what is not measured. Nothing is raised for a run that fails."""
+        """Train what is not finished, measure and ask for facts where that is not done. Nothing is raised for a run that fails."""
         for task in self.tasks:
             if not task.job.trained or task.job.is_finished():
                 task.state, task.before = "finished", task.job.trained
@@ -48,22 +49,36 @@ class Scheduler:
             self._train()
             if not self._signals:
                 self._time()
+            if not self._signals:
+                self._ask()
 
     @property
     def failed(self) -> list[Task]:
         return [task for task in self.tasks if task.state == "failed"]
 
     def _train(self) -> None:
-        free = list(self.workers)
+        def start(task: Task, worker: Worker) -> None:
+            self._start(task, "running", worker, train_command(task.job, worker.ranks), "output.txt")
+
+        self._side_by_side(self.workers, self._next, start, self._trained)
+
+    def _side_by_side(
+        self,
+        workers: Sequence[Worker],
+        following: Callable[[], Task | None],
+        start: Callable[[Task, Worker], None],
+        ended: Callable[[Task, RunProcess], None],
+    ) -> None:
+        """Start what follows on every worker that is free, until nothing does or a signal came, and all have ended."""
+        free = list(workers)
         while True:
-            while free and not self._signals and (task := self._next()) is not None:
-                worker = free.pop(0)
-                self._start(task, worker, train_command(task.job, worker.ranks), "output.txt")
+            while free and not self._signals and (task := following()) is not None:
+                start(task, free.pop(0))
             if not self._children:
                 break
             for task, child in self._wait():
                 free.append(child.worker)
-                self._trained(task, child)
+                ended(task, child)
 
     def _next(self) -> Task | None:
         """The next run that no other process is working on."""
@@ -78,8 +93,8 @@ class Scheduler:
                     self._end(task, "elsewhere", holder)
         return None
 
-    def _start(self, task: Task, worker: Worker, command: list[str], output: str) -> None:
-        task.state = "running" if output == "output.txt" else "timing"
+    def _start(self, task: Task, state: State, worker: Worker, command: list[str], output: str) -> None:
+        task.state = state
         with files.explained(task.job.directory):
             child = RunProcess(task.job, worker, command, task.job.directory / output)
         self._children.append((task, child))
@@ -132,24 +147,42 @@ class Scheduler:
         """Round `number`, from 0, of one cell."""
         worker = Worker(self.workers[0].gpus[:1], self.workers[0].cores)
         options = ["--quiet", "--seconds", str(SECONDS / ROUNDS), *(["--again"] if number else [])]
-        self._start(task, worker, [*speed_command(task.job), *options], "speed.txt")
+        self._start(task, "timing", worker, [*speed_command(task.job), *options], "speed.txt")
         while self._children:
             for ended, child in self._wait():
-                if child.process.returncode == 0:
-                    ended.state = "finished"
-                    if number == ROUNDS - 1:
-                        self.board.timed(ended)
-                elif child.asked:
-                    ended.state = "finished"
-                else:
-                    self._end(ended, "failed", f"words a second: {child.reason()}")
-                child.output.unlink(missing_ok=True)
+                if self._measured(ended, child, "words a second") and number == ROUNDS - 1:
+                    self.board.timed(ended)
+
+    def _ask(self) -> None:
+        """For facts, each cell that a table shows its recall of; one process each, whatever ranks it was trained on."""
+        tasks = [task for task in self.tasks if task.job.recall and task.state == "finished"]
+        left = iter([task for task in tasks if not is_asked(task.job.directory)])
+
+        def start(task: Task, worker: Worker) -> None:
+            self._start(task, "asking", worker, facts_command(task.job), "facts.txt")
+
+        def ended(task: Task, child: RunProcess) -> None:
+            if self._measured(task, child, "recall"):
+                self.board.asked(task)
+
+        alone = [Worker(worker.gpus[:1], worker.cores) for worker in self.workers]
+        self._side_by_side(alone, lambda: next(left, None), start, ended)
+
+    def _measured(self, task: Task, child: RunProcess, what: str) -> bool:
+        """Take a measurement's end; whether it went well."""
+        well = child.process.returncode == 0
+        if well or child.asked:
+            task.state = "finished"
+        else:
+            self._end(task, "failed", f"{what}: {child.reason()}")
+        child.output.unlink(missing_ok=True)
+        return well
 
     def _finish(self, task: Task) -> None:
         task.take_report()
         self._end(task, "finished")
 
-    def _end(self, task: Task, state: Any, reason: str = "") -> None:
+    def _end(self, task: Task, state: State, reason: str = "") -> None:
         task.state, task.reason = state, reason
         self.board.ended(task)
 

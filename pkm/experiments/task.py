@@ -10,7 +10,7 @@ from pkm.experiments.jobs import Job
 from pkm.run import metrics
 from pkm.run.status import read_report
 
-State = Literal["waiting", "running", "timing", "finished", "stopped", "failed", "elsewhere"]
+State = Literal["waiting", "running", "timing", "asking", "finished", "stopped", "failed", "elsewhere"]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 from pkm.config.schema import Config
 from pkm.distributed.torchrun import ONE_NODE, kill_all
 from pkm.errors import UserError
-from pkm.experiments.jobs import SPEED, TRAIN, Job
+from pkm.experiments.jobs import EVALUATE, SPEED, TRAIN, Job
 from pkm.machine import cores
 from pkm.run.status import STOP_FILE, read_status
 
@@ -77,9 +77,15 @@ def speed_command(job: Job) -> list[str]:
     return [sys.executable, str(SPEED), str(job.file), *job.arguments]
 
 
+def facts_command(job: Job) -> list[str]:
+    """The command that asks a trained job for facts."""
+    where = ["--corpus", str(job.config.corpus.path), "--device", job.config.device]
+    return [sys.executable, str(EVALUATE), str(job.directory), "--facts", *where]
+
+
 @dataclass
 class RunProcess:
-    """A process that trains or measures a job; its output goes to a file."""
+    """A process that trains, measures or asks a job; its output goes to a file."""
 
     job: Job
     worker: Worker

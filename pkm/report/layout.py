@@ -17,9 +17,16 @@ AXES: dict[Coordinate, str] = {
 }  # fmt: skip
 MEASURES: dict[Measure, str] = {
     "perplexity": "perplexity", "train_perplexity": "training perplexity", "usage": "usage %", "kl": "KL",
-    "kwords_per_s": "1000 words/s",
+    "kwords_per_s": "1000 words/s", "recall": "recall (nats)",
 }  # fmt: skip
-DIGITS: dict[Measure, int] = {"perplexity": 2, "train_perplexity": 2, "usage": 1, "kl": 2, "kwords_per_s": 1}
+DIGITS: dict[Measure, int] = {
+    "perplexity": 2,
+    "train_perplexity": 2,
+    "usage": 1,
+    "kl": 2,
+    "kwords_per_s": 1,
+    "recall": 2,
+}
 PHRASES: dict[Coordinate, str] = {
     "layers": "{} layers", "dim": "dimension {}", "memories": "{} memories", "slots": "{} slots", "knn": "k = {}",
     "batchnorm": "BatchNorm: {}", "position": "position {}", "keys": "{} keys", "heads": "{} heads",
@@ -150,7 +157,7 @@ def notes(result: GridResult) -> dict[str, list[CellResult]]:
     """Why cells have no number or fewer seeds than asked, each with the cells it is said of."""
     said: dict[str, list[CellResult]] = {}
     for one in result.cells:
-        if text := missing(one, "kwords_per_s" in result.grid.settings.measures):
+        if text := missing(one, result.grid.settings.measures):
             said.setdefault(text, []).append(one)
     everything = len(result.cells) > 1
     return {
@@ -163,16 +170,15 @@ def names(cells: Sequence[CellResult]) -> str:
     return ", ".join(one.cell.name for one in cells)
 
 
-def missing(one: CellResult, timed: bool) -> str:
-    """What a cell lacks and why, in a few words; empty if it has all.
-
-    timed    it is to have words a second, of one seed at least
-    """
+def missing(one: CellResult, measures: Sequence[Measure]) -> str:
+    """What a cell lacks and why, in a few words; empty if it has all. Words a second it has to have of one seed at least."""
     lacking = [run for run in one.runs if run.state != "finished"] if one.cell.trained else []
     if not lacking and (beyond := [MEASURES[measure] for measure in MEASURES if one.beyond(measure)]):
         return f"{' and '.join(beyond)} {perplexity(None, None)}"
     if not lacking:
-        return "not timed yet" if timed and not one.values("kwords_per_s") else ""
+        untimed = "kwords_per_s" in measures and not one.values("kwords_per_s")
+        unasked = "recall" in measures and one.cell.trained and not all(run.facts for run in one.runs)
+        return "; ".join(["not timed yet"] * untimed + ["not asked for facts yet"] * unasked)
     texts: dict[str, list[int]] = {}
     for run in lacking:
         texts.setdefault(_why(run), []).append(run.seed)
@@ -212,7 +218,7 @@ def _entry(
         ours = perplexity(None, None)
     shown, paper = (
         "" if spread is None else number(measure, spread),
-        number(measure, getattr(one.cell.printed, measure)),
+        number(measure, getattr(one.cell.printed, measure, None)),
     )
     bold, paper_bold = (mark and measure == "perplexity" for mark in best)
     return Entry(ours, shown, paper, bold, paper_bold, note)
@@ -243,6 +249,13 @@ def _remarks(result: GridResult) -> list[str]:
         remarks.append(f"timed but not trained, as in the paper: {names(timed)}")
     if "kwords_per_s" in result.grid.settings.measures and (how := speeds(result)):
         remarks.append(f"words/s at inference, measured on {'; '.join(how)}")
+    asked = [run.facts["asked"] for one in result.cells for run in one.runs if run.facts]
+    if "recall" in result.grid.settings.measures and asked:
+        facts = " to ".join(f"{count:,}" for count in sorted({min(asked), max(asked)}))
+        remarks.append(
+            f"recall: of {facts} names, places and numbers, the nats that an answer costs fewer where training held its "
+            "sentence more than once than where it never did"
+        )
     return remarks
 
 

@@ -16,7 +16,7 @@ from pkm.report.statistics import ENOUGH, Fit, fit
 Places = Mapping[str, Any]
 """Coordinates that a cell must have, in the paper's sizes; a tuple allows several."""
 Pair = tuple[CellResult, CellResult]
-UNITS: dict[Measure, str] = {"usage": "points", "kl": "nats"}
+UNITS: dict[Measure, str] = {"usage": "points", "kl": "nats", "recall": "nats"}
 """Of what is compared as it is; the rest as logarithms."""
 
 
@@ -33,7 +33,7 @@ class Numbers:
             return {}
         if not self.printed:
             return {run.seed: value for run in cell.runs if (value := run.value(measure)) is not None}
-        value = getattr(cell.cell.printed, measure)
+        value = getattr(cell.cell.printed, measure, None)
         return {} if value is None else {0: value}
 
     def mean(self, cell: CellResult, measure: Measure) -> float:

@@ -139,7 +139,7 @@ def points(result: GridResult, axis: Coordinate, measure: Measure, printed: bool
     """Of every cell with a number: ours, or the paper's where it stood."""
     found = []
     for one in result.cells:
-        y = getattr(one.cell.printed, measure) if printed else one.mean(measure)
+        y = getattr(one.cell.printed, measure, None) if printed else one.mean(measure)
         x = coordinate(one.cell.original if printed else one.cell.config, axis)
         if y is not None:
             spread = None if printed else one.spread(measure)

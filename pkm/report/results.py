@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from pkm.config.schema import Config
+from pkm.evaluation.recall import nats_saved, read_facts
 from pkm.evaluation.speed import read_speed
 from pkm.experiments.grid import Cell, Grid, Measure
 from pkm.run.metrics import FILE, read
@@ -31,12 +32,17 @@ class Result:
     speed: dict[str, Any] | None
     """Words a second: speed.json, measured with nothing else at work. The report's own may have been taken beside other runs."""
 
+    facts: dict[str, Any] | None
+    """How it answered when asked for facts; None if it was not."""
+
     def value(self, measure: Measure) -> float | None:
         """None where it was not measured. Of several memories, usage and KL are means."""
         if measure == "kwords_per_s":
             return self.speed["words_per_second"] / 1000 if self.speed else None
         if self.report is None:
             return None
+        if measure == "recall":
+            return nats_saved(self.facts) if self.facts else None
         if measure == "train_perplexity":
             training = self.report.get("training")
             return training["perplexity"] if training else None
@@ -111,4 +117,6 @@ def read_result(config: Config) -> Result:
     elif state == "finished" and report is None:
         state, reason = "stopped", "its report is gone: the same command writes it again"
     report = report if state == "finished" else None
-    return Result(config.seed, config, state, reason, report, read_speed(config.directory))
+    return Result(
+        config.seed, config, state, reason, report, read_speed(config.directory), read_facts(config.directory)
+    )

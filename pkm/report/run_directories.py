@@ -17,7 +17,7 @@ import yaml
 from pkm.config.load import flatten, load
 from pkm.config.schema import Config
 from pkm.errors import UserError
-from pkm.evaluation import recall
+from pkm.evaluation.recall import read_facts
 from pkm.evaluation.speed import read_speed
 from pkm.files import read_json
 from pkm.run import metrics
@@ -129,8 +129,9 @@ def read_run(directory: Path, label: str) -> Run:
     report = read_report(directory) if state == "finished" else None
     settings, records = read_settings(directory / "config.yaml"), list(metrics.read(directory / metrics.FILE))
     speed = read_speed(directory) or (report or {}).get("speed")
-    facts = read_json(directory / recall.FILE) or (report or {}).get("facts")
-    return Run(label, directory, settings, state, reason, records, report, speed, _corpus(directory), facts)
+    return Run(
+        label, directory, settings, state, reason, records, report, speed, _corpus(directory), read_facts(directory)
+    )
 
 
 def read_settings(file: Path) -> dict[str, str]:

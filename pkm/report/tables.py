@@ -115,10 +115,13 @@ def csv_rows(result: GridResult) -> list[dict[str, Any]]:
             row |= {key: coordinate(cell.config, key), f"paper_{key}": coordinate(cell.original, key)}
         for measure in MEASURES:
             row |= {measure: one.mean(measure), f"{measure}_spread": one.spread(measure)}
-            row |= {f"{measure}_seeds": len(one.values(measure)), f"paper_{measure}": getattr(cell.printed, measure)}
+            row |= {
+                f"{measure}_seeds": len(one.values(measure)),
+                f"paper_{measure}": getattr(cell.printed, measure, None),
+            }
         row["trained"] = cell.trained
         row["state"] = "; ".join(dict.fromkeys(run.state for run in one.runs))
-        row["reason"] = missing(one, "kwords_per_s" in settings.measures)
+        row["reason"] = missing(one, settings.measures)
         row["runs"] = " ".join(str(run.config.directory) for run in one.runs)
         rows.append(row)
     return rows

@@ -11,6 +11,7 @@ from pathlib import Path
 from pkm import files
 from pkm.config.schema import load
 from pkm.errors import UserError
+from pkm.evaluation.recall import is_asked
 from pkm.evaluation.speed import seems_measured
 from pkm.experiments.jobs import Job
 from pkm.run.lock import lock_holder
@@ -26,7 +27,8 @@ def waiting(jobs: Sequence[Job], asked: launch.Job) -> list[Job]:
     queued = _queued()
     for job in jobs:
         trained = not job.trained or job.is_finished()
-        if trained and not (job.timed and not seems_measured(job.directory, job.trained)):
+        measured = not job.timed or seems_measured(job.directory, job.trained)
+        if trained and measured and not (job.recall and not is_asked(job.directory)):
             continue
         if not trained:
             launch.check(asked, load(job.file, job.arguments))
@@ -41,7 +43,7 @@ def script(jobs: Sequence[Job], asked: launch.Job, folder: Path, at_once: int | 
     work = []
     for job in jobs:
         title = f"{', '.join(job.cells)} seed {job.config.seed} -> {job.directory}"
-        work.append(launch.Work(title, job.config, (str(job.file), *job.arguments), job.trained, job.timed))
+        work.append(launch.Work(title, job.config, (str(job.file), *job.arguments), job.trained, job.timed, job.recall))
     log = f"{launch.escaped(folder)}/%{'A_%a' if len(work) > 1 else 'j'}.log"
     return launch.script(asked, work, "reproduce", log, Path.cwd(), at_once)
 

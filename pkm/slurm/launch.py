@@ -181,6 +181,8 @@ class Work:
     train: bool = True
     speed: bool = False
     """Whether words a second are measured too."""
+    facts: bool = False
+    """Whether it is asked for facts, too."""
 
 
 def script(job: Job, work: Sequence[Work], name: str, log: str, directory: Path, at_once: int | None = None) -> str:
@@ -235,7 +237,7 @@ def script(job: Job, work: Sequence[Work], name: str, log: str, directory: Path,
 
 def _arguments(job: Job, work: Work) -> str:
     """Of turn.py."""
-    flags = ["--train"] * work.train + ["--speed"] * work.speed
+    flags = ["--train"] * work.train + ["--speed"] * work.speed + ["--facts"] * work.facts
     return " ".join(map(shlex.quote, [*flags, *work.arguments, f"max_minutes={max_minutes(job, work.config):g}"]))
 
 

@@ -87,21 +87,32 @@ class Turn:
         self._remove_stop()
         return self._outcome(before, code)
 
-    def measure_speed(self, trained: bool) -> int:
-        """Measure words a second, on the first GPU, if that is still to be done; the job's exit status."""
+    def measure_speed(self, trained: bool) -> int | None:
+        """Measure words a second if that is still to be done; as `_measure`."""
         from pkm.evaluation.speed import seems_measured  # brings torch
 
-        if seems_measured(self.directory, trained):
-            return 0
+        done = seems_measured(self.directory, trained)
+        return None if done else self._measure("words a second", "speed.py", *self.arguments)
+
+    def ask_for_facts(self) -> int | None:
+        """The same for recall."""
+        from pkm.evaluation.recall import is_asked  # brings torch
+
+        return (
+            None if is_asked(self.directory) else self._measure("recall", "evaluate.py", str(self.directory), "--facts")
+        )
+
+    def _measure(self, what: str, program: str, *arguments: str) -> int | None:
+        """Run a program of scripts/ on the first GPU; the job's exit status, or None if it ended well."""
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
         gpu = {"CUDA_VISIBLE_DEVICES": first} if first else {}
-        code = self._run(["python", str(ROOT / "scripts" / "speed.py"), *self.arguments], **gpu)
+        code = self._run(["python", str(ROOT / "scripts" / program), *arguments], **gpu)
         self._remove_stop()
         if self.asked:
             return self._requeue()
         if code:
-            self.say("words a second could not be measured: see above")
-        return code or 0
+            self.say(f"{what} could not be measured: see above")
+        return code or None
 
     def _torchrun(self, step: str, *arguments: str | Path) -> list[str]:
         """A step of the job, one torchrun a node."""
@@ -245,12 +256,15 @@ def main() -> int:
     add("--doctor", action="store_true", help="have scripts/doctor.py look at the ranks before they train")
     add("--train", action="store_true", help="train, until finished or told to stop")
     add("--speed", action="store_true", help="then measure words a second, on the first GPU")
+    add("--facts", action="store_true", help="then ask it for facts, on the first GPU")
     args = parser.parse_intermixed_args()
     turn = Turn(args.config, args.overrides, args.ranks, args.grace)
     turn.listen()
     code = turn.train(args.doctor) if args.train else None
     if code is None and args.speed:
         code = turn.measure_speed(args.train)
+    if code is None and args.facts:
+        code = turn.ask_for_facts()
     if code is None:
         turn.say(f"finished: {turn.directory}")
     return code or 0

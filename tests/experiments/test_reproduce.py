@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pkm.corpus.store import fingerprint_of
 from pkm.experiments import workers
-from tests.support.tiny import tiny_config
+from tests.support.tiny import byte_level_corpus_of, corpus_of, tiny_config
 
 SUPPORT = Path(__file__).parents[1] / "support"
 GRID = """
@@ -122,7 +124,52 @@ class TestRuns:
         assert "2 runs to train, 1 that are only timed; 1 finished" in out
 
 
+def test_recall_is_measured_once_of_every_run_that_is_finished(reproduce, folder: Path, tmp_path: Path) -> None:
+    said = [
+        f"The mayor of {a}{b}ville is now {c}{d} . He was elected ."
+        for a in "abc"
+        for b in "rst"
+        for c in ("An", "Be")
+        for d in ("na", "lo")
+    ]
+    corpus = corpus_of(tmp_path / "facts", train=said[::2] * 2, valid=said[1::8], test=said[1::2])
+    (folder / "known.yaml").write_text(GRID.format(start="start.yaml", measures="perplexity, recall", more=""))
+    settings = (
+        "--set",
+        f"corpus={{path: {corpus}, context: 24}}",
+        "optim.batch_tokens=96",
+        "optim.steps=3",
+        f"runs={tmp_path}/runs",
+    )
+    code, out, _ = reproduce.mine("known", options=(*settings, "--seeds", "2"))
+    assert code == 0 and out.count(" facts, recall ") == 2, out
+    files = sorted((tmp_path / "runs").rglob("facts.json"))
+    found = [json.loads(file.read_text())["groups"] for file in files]
+    saved = [groups["never"]["nll"] - groups["more often"]["nll"] for groups in found]
+    assert f"{statistics.fmean(saved):.2f} ± {statistics.stdev(saved):.2f}" in out
+    assert "names, places and numbers, the nats that an answer costs fewer" in out
+    before = files[1].stat().st_mtime_ns
+    files[0].unlink()
+    code, out, _ = reproduce.mine("known", options=(*settings, "--seeds", "2", "--dry-run"))
+    assert out.count("finished, to be asked for facts") == 1
+    code, out, _ = reproduce.mine("known", options=(*settings, "--seeds", "2"))
+    assert code == 0 and out.count(" facts, recall ") == 1 and "started" not in out
+    assert files[0].exists() and files[1].stat().st_mtime_ns == before
+
+
 class TestRefusals:
+    def test_recall_of_ids_without_text_is_refused_before_anything_runs(
+        self, reproduce, folder: Path, tmp_path: Path
+    ) -> None:
+        corpus = byte_level_corpus_of(tmp_path / "ids", **dict.fromkeys(("train", "valid", "test"), ["a b c"] * 9))
+        manifest = json.loads((corpus / "manifest.json").read_text())
+        manifest["tokenizer"] |= {"library": None, "end": None}
+        (corpus / "manifest.json").write_text(json.dumps(manifest | {"fingerprint": fingerprint_of(manifest)}))
+        (folder / "known.yaml").write_text(GRID.format(start="start.yaml", measures="perplexity, recall", more=""))
+        code, out, err = reproduce.mine("known", options=("--corpus", str(corpus), "--set", f"runs={tmp_path}/runs"))
+        assert code == 2 and "nobody knows where a name" in err and "leave recall out" in err
+        assert not (tmp_path / "runs").exists() and "started" not in out
+
     def test_an_unknown_table_or_scale_is_named_with_the_nearest(self, reproduce) -> None:
         assert "did you mean table2?" in reproduce("tabel2", "--scale", "smoke")[2]
         assert "did you mean smoke?" in reproduce("table2", "--scale", "smok")[2]

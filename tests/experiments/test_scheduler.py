@@ -28,6 +28,7 @@ from pkm.run.status import read_status
 from tests.support.tiny import tiny_config
 
 FAKE_TRAIN = Path(__file__).parents[1] / "support" / "fake_train.py"
+FAKE_EVALUATE = FAKE_TRAIN.with_name("fake_evaluate.py")
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Grids:
 @pytest.fixture
 def grids(tiny_corpus_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Grids:
     monkeypatch.setattr(workers, "TRAIN", FAKE_TRAIN)
+    monkeypatch.setattr(workers, "EVALUATE", FAKE_EVALUATE)
     monkeypatch.setattr("pkm.experiments.scheduler.POLL_SECONDS", 0.02)
     return Grids(tmp_path / "runs", tiny_corpus_path)
 
@@ -152,6 +154,54 @@ def test_a_run_that_another_process_is_at_work_on_is_left_to_it(grids: Grids) ->
     lock.release()
     pool, said = grids.run(jobs, {})
     assert pool.tasks[0].state == "finished" and len(grids.begun()) == 6
+
+
+class TestFacts:
+    @pytest.fixture
+    def jobs(self, grids: Grids) -> list[Job]:
+        jobs = grids.jobs("table3")[:3]
+        for job in jobs:
+            job.recall = True
+        return jobs
+
+    @staticmethod
+    def asked(jobs: list[Job]) -> list[int]:
+        """The cells in the order in which they were asked."""
+        names = [job.directory.name for job in jobs]
+        return [names.index(name) for name in (jobs[0].directory.parent / "asked.txt").read_text().split()]
+
+    def test_every_finished_run_is_asked_once(self, grids: Grids, jobs: list[Job]) -> None:
+        pool, said = grids.run(jobs, {"layer2-": "fail"})
+        assert sorted(self.asked(jobs)) == [0, 2]
+        assert [task.state for task in pool.tasks] == ["finished", "failed", "finished"]
+        assert "[1/3] table3/position-1 seed 1 asked for 900 facts, recall 0.75 nats" in said
+        assert not (jobs[0].directory / "facts.txt").exists()
+        pool, said = grids.run(jobs, {})
+        assert self.asked(jobs)[2:] == [1] and not pool.failed
+        # One of another step is not that of the report.
+        (jobs[2].directory / "facts.json").write_text(json.dumps({"step": 10, "asked": 3, "groups": {}}))
+        grids.run(jobs, {})
+        assert self.asked(jobs)[3:] == [2]
+
+    def test_a_run_that_cannot_be_asked_says_why_and_stays_trained(self, grids: Grids, jobs: list[Job]) -> None:
+        grids.run(jobs[:0], {})
+        (jobs[0].directory.parent).mkdir(parents=True)
+        (jobs[0].directory.parent / "act_facts.json").write_text('{"layer1-": "fail"}')
+        pool, said = grids.run(jobs, {})
+        assert "position-1 seed 1 failed: recall: no names, places or numbers were found" in said
+        assert [task.state for task in pool.tasks] == ["failed", "finished", "finished"]
+        assert read_result(jobs[0].config).state == "finished"
+
+    def test_who_is_told_to_stop_asks_the_rest_later(self, grids: Grids, jobs: list[Job]) -> None:
+        jobs[0].directory.parent.mkdir(parents=True)
+        acts = jobs[0].directory.parent / "act_facts.json"
+        acts.write_text('{"layer2-": "wait"}')
+        pool, _ = grids.run(jobs, {}, at_once=1)
+        assert pool.stopped_by == "SIGTERM" and self.asked(jobs) == [0, 1]
+        assert [task.state for task in pool.tasks] == ["finished"] * 3
+        acts.unlink()
+        pool, _ = grids.run(jobs, {}, at_once=1)
+        assert pool.stopped_by is None and self.asked(jobs)[2:] == [1, 2]
 
 
 def test_the_live_table_shows_states_and_how_far_the_whole_is(grids: Grids, monkeypatch: pytest.MonkeyPatch) -> None:

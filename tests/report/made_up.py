@@ -32,8 +32,9 @@ def write_run(
     state: str = "finished",
     reason: str = "all steps done, report written",
     step: int | None = None,
+    recall: float | None = None,
 ) -> Path:
-    """A run with its status, metrics and, if it is finished, its report. Validated at half its steps and at the end."""
+    """A run with its status, metrics and, if it is finished, its report; with `recall`, its facts. Validated at half its steps and at the end."""
     config, _ = cell.run(seed)
     step = config.optim.steps if step is None else step
     directory = config.directory
@@ -55,6 +56,9 @@ def write_run(
         }
         _write(directory / "report.json", report)
         _write(directory / "speed.json", report["speed"])
+    if recall is not None:
+        groups = {"never": {"nll": 7.0}, "more often": {"nll": 7.0 - recall}}
+        _write(directory / "facts.json", {"step": step, "asked": 2900 + seed, "groups": groups})
     return directory
 
 

@@ -118,6 +118,29 @@ class TestOurNumbers:
         header = grid_table(nothing_run("heads_knn", tmp_path, "cpu")).splitlines()[0]
         assert "k = 4 (paper 8): perplexity" in header
 
+    def test_of_recall_have_their_spread_in_every_format_and_say_of_how_many_facts(self, tmp_path: Path) -> None:
+        memories = grid("memories", tmp_path / "runs", "cpu")
+        for seed in (1, 2):
+            write_run(cell(memories, "PKM"), seed, recall=seed / 2)
+            write_run(cell(memories, "dense"), seed)
+        result = read_results(memories, [1, 2])
+        table = grid_table(result)
+        header = [head.strip() for head in table.splitlines()[0].split("|")[1:-1]]
+        assert header[-1] == "recall (nats)" and row(table, "PKM")[-1] == "0.75 ± 0.35"
+        assert row(table, "dense")[-1] == "–" and "not asked for facts yet: dense" in table
+        assert "of 2,901 to 2,902 names, places and numbers" in table
+        assert "0.75 $\\pm$ 0.35" in next(line for line in latex_table(result).splitlines() if line.startswith("PKM &"))
+        rows = {one["cell"]: one for one in csv.DictReader(csv_table(result).splitlines())}
+        assert (
+            float(rows["PKM"]["recall"]) == 0.75
+            and rows["PKM"]["recall_seeds"] == "2"
+            and rows["dense"]["recall"] == ""
+        )
+        assert float(rows["PKM"]["recall_spread"]) == pytest.approx(0.125**0.5)
+        html = write_report([result], tmp_path / "report")[0].read_text()
+        assert re.search(r'>0\.75</span> <span class="spread">± 0\.35<', html) and "recall (nats)" in html
+        assert (tmp_path / "report" / "plots" / "memories-recall.svg").exists()
+
     def test_of_speed_say_how_they_were_measured(self, tmp_path: Path) -> None:
         table4 = grid("table4", tmp_path)
         write_speed(cell(table4, "flat-512x512"), 7.5)

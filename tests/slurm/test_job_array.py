@@ -85,6 +85,18 @@ def test_each_job_of_an_array_does_the_work_of_its_number(jobs, tmp_path: Path) 
         ]  # fmt: skip
 
 
+def test_a_finished_run_is_submitted_to_be_asked_for_facts_where_a_table_shows_its_recall(jobs, tmp_path: Path) -> None:
+    job = jobs("table3")[0]
+    job.directory.mkdir(parents=True)
+    (job.directory / "status.json").write_text(json.dumps({"state": "finished", "step": 20}))
+    (job.directory / "report.json").write_text('{"step": 20, "evaluation": {}}')
+    job.recall = True
+    assert job_array.waiting([job], ONE_GPU) == [job]
+    assert "--train --facts" in job_array.script([job], ONE_GPU, tmp_path / "logs", None)
+    (job.directory / "facts.json").write_text('{"step": 20}')
+    assert job_array.waiting([job], ONE_GPU) == []
+
+
 def test_one_run_alone_is_no_array(jobs, cluster: Path, tmp_path: Path) -> None:
     job_array.submit(jobs("table3")[:1], ONE_GPU, tmp_path / "logs", None)
     assert "--array" not in (cluster / "submitted.sbatch").read_text()

@@ -171,6 +171,18 @@ class TestSpeed:
         code, output = cluster.job("finish", "--speed", FAKE_SPEED="exit 3")
         assert (code, cluster.requeues()) == (3, 0) and "could not be measured" in output
 
+    def test_a_run_is_asked_for_facts_once_after_its_speed(self, cluster: Cluster) -> None:
+        given = {"FAKE_SPEED": self.MEASURED, "FAKE_FACTS": """echo '{"step": 7}' >"$FAKE_RUN/facts.json" """}
+        for _ in range(2):
+            code, output = cluster.job("finish", "--speed", "--facts", **given)
+            assert (code, cluster.requeues()) == (0, 0), output
+        assert [line.partition("scripts/")[2] for line in cluster.said("python")[1:]] == [
+            f"speed.py {cluster.config} optim.steps=7", f"evaluate.py {cluster.run} --facts",
+        ]  # fmt: skip
+        (cluster.run / "facts.json").unlink()
+        code, output = cluster.job("finish", "--facts", FAKE_FACTS="exit 3")
+        assert (code, cluster.requeues()) == (3, 0) and "recall could not be measured" in output
+
 
 def listening() -> tuple[socket.socket, int]:
     """A server at the port where the ranks of a job would meet, and the job's id."""

@@ -33,17 +33,18 @@ echo "$*" >>"$FAKE/sbatch.log"
 if [[ -n ${FAKE_REFUSAL:-} ]]; then echo "$FAKE_REFUSAL" >&2; exit 1; fi
 echo '4711;cluster'
 """
-# Runs what looks after a turn of a job as it is; plays the doctor, and for train.py and speed.py what the test asks for.
+# Runs what looks after a turn of a job as it is; plays the doctor, and for train.py, speed.py and evaluate.py what the test asks for.
 PYTHON = """#!/bin/bash
 if [[ "$*" == *pkm.slurm.turn* ]]; then exec $REAL_PYTHON "$@"; fi
 echo "$*" >>"$FAKE/python.log"
 status() { echo "{\\"state\\": \\"$1\\", \\"step\\": 7, \\"reason\\": \\"$2\\", \\"pid\\": $$}" >"$FAKE_RUN/status.json"; }
-finish() { status finished; echo '{"evaluation": {}}' >"$FAKE_RUN/report.json"; }
+finish() { status finished; echo '{"step": 7, "evaluation": {}}' >"$FAKE_RUN/report.json"; }
 until_asked() { echo >"$FAKE/begun"; until [[ -e $FAKE_RUN/STOP ]]; do sleep 0.02; done; }
 case "$*" in
 *doctor.py*) eval "${FAKE_DOCTOR:-true}" ;;
 *train.py*) env >"$FAKE/environment"; eval "$FAKE_TRAIN" ;;
 *speed.py*) env >"$FAKE/environment"; eval "${FAKE_SPEED:-true}" ;;
+*evaluate.py*) eval "${FAKE_FACTS:-true}" ;;
 esac
 """
 

@@ -38,7 +38,7 @@ with (runs / "begun.txt").open("a") as file:
     file.write(json.dumps({"name": settings["name"], **environment}) + "\n")
 print("this is said by", settings["name"])
 if act == "finish":
-    (directory / "report.json").write_text(json.dumps({"evaluation": {"perplexity": 12.5}}))
+    (directory / "report.json").write_text(json.dumps({"step": steps, "evaluation": {"perplexity": 12.5}}))
     status("finished", steps, "all steps done")
 elif act == "fail":
     status("failed", 7, "the loss is not finite")
