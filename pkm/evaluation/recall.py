@@ -240,9 +240,13 @@ def is_asked(directory: Path) -> bool:
 
 
 def nats_saved(facts: Mapping[str, Any]) -> float | None:
-    """What an answer costs fewer where training held its sentence more than once than where it never did; None without both."""
+    """What a token of answers costs fewer where training held their sentences more than once than where it never did; None without both.
+
+    Of tokens, since answers that stand more often are shorter: a model that knows nothing has saved nothing.
+    """
     groups = facts.get("groups", {})
-    return groups["never"]["nll"] - groups["more often"]["nll"] if {"never", "more often"} <= groups.keys() else None
+    never, more = (groups.get(name, {}).get("nll_per_token") for name in ("never", "more often"))
+    return None if never is None or more is None else never - more
 
 
 def recall_markdown(found: Recall) -> str:

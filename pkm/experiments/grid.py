@@ -77,8 +77,8 @@ class GridSettings(Part):
     columns: tuple[Coordinate, ...] = ()
     """What tells its groups of columns apart."""
     measures: tuple[Measure, ...]
-    """What it shows of each cell. kwords_per_s is measured once its runs are trained, and recall: the nats that an answer costs fewer
-    where training held its sentence more than once than where it never did (scripts/evaluate.py --facts)."""
+    """What it shows of each cell. kwords_per_s is measured once its runs are trained, and recall: the nats that a token of
+    answers costs fewer where training held their sentences more than once than where it never did (scripts/evaluate.py --facts)."""
     cells: tuple[CellSettings, ...]
     """In the paper's order."""
 

@@ -87,7 +87,7 @@ class LiveTable:
     def asked(self, task: Task) -> None:
         facts = read_facts(task.job.directory) or {}
         nats = nats_saved(facts)
-        recall = "" if nats is None else f", recall {nats:.2f} nats"
+        recall = "" if nats is None else f", recall {nats:.3f} nats a token"
         self.say(f"{self._number(task)} asked for {facts.get('asked', 0):,} facts{recall}")
 
     def tick(self) -> None:

@@ -17,7 +17,7 @@ AXES: dict[Coordinate, str] = {
 }  # fmt: skip
 MEASURES: dict[Measure, str] = {
     "perplexity": "perplexity", "train_perplexity": "training perplexity", "usage": "usage %", "kl": "KL",
-    "kwords_per_s": "1000 words/s", "recall": "recall (nats)",
+    "kwords_per_s": "1000 words/s", "recall": "recall (nats/token)",
 }  # fmt: skip
 DIGITS: dict[Measure, int] = {
     "perplexity": 2,
@@ -25,7 +25,7 @@ DIGITS: dict[Measure, int] = {
     "usage": 1,
     "kl": 2,
     "kwords_per_s": 1,
-    "recall": 2,
+    "recall": 3,
 }
 PHRASES: dict[Coordinate, str] = {
     "layers": "{} layers", "dim": "dimension {}", "memories": "{} memories", "slots": "{} slots", "knn": "k = {}",
@@ -253,8 +253,8 @@ def _remarks(result: GridResult) -> list[str]:
     if "recall" in result.grid.settings.measures and asked:
         facts = " to ".join(f"{count:,}" for count in sorted({min(asked), max(asked)}))
         remarks.append(
-            f"recall: of {facts} names, places and numbers, the nats that an answer costs fewer where training held its "
-            "sentence more than once than where it never did"
+            f"recall: of {facts} names, places and numbers asked as the rest of their sentences, the nats that a token costs fewer "
+            "where training held the sentence more than once than where it never did"
         )
     return remarks
 

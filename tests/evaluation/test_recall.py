@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from pkm.corpus.facts import Fact, Seen
 from pkm.corpus.store import open_corpus
 from pkm.device import Compute
 from pkm.errors import UserError
-from pkm.evaluation.recall import ask, choose, grouped, recall, recall_markdown
+from pkm.evaluation.recall import Asked, ask, choose, grouped, nats_saved, recall, recall_markdown
 from pkm.model.transformer import build_model
 from pkm.report.run_directories import read_run
 from tests.support.tiny import byte_level_corpus_of, corpus_of, tiny_config
@@ -119,9 +120,23 @@ def test_a_third_each_is_never_read_read_once_and_read_more_often_evenly_over_ag
     }  # fmt: skip
 
 
-def ask_nothing(chosen):
-    from pkm.evaluation.recall import Asked
+def test_a_model_that_finds_every_token_as_likely_has_saved_nothing_by_reading(corpus):
+    lengths = [(0, 3), (0, 1), (1, 2), (2, 1), (2, 1), (5, 2)]  # how often read, tokens of the answer
+    asked = [
+        Asked(Fact("name", (1, 2, 3, i), (4,) * tokens, 4), Seen(times, times - 1), tokens * 2.5, False, ())
+        for i, (times, tokens) in enumerate(lengths)
+    ]
+    groups, _ = grouped(asked, 9)
+    record = {"groups": {name: asdict(group) for name, group in groups.items()}}
+    assert nats_saved(record) == pytest.approx(0, abs=1e-12)
+    assert groups["never"].nll > groups["more often"].nll
+    record["groups"]["more often"]["nll_per_token"] -= 0.75
+    assert nats_saved(record) == pytest.approx(0.75)
+    del record["groups"]["never"]
+    assert nats_saved(record) is None
 
+
+def ask_nothing(chosen):
     return [Asked(fact, seen, 1.0, False, ()) for fact, seen in chosen]
 
 

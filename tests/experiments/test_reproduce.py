@@ -145,9 +145,9 @@ def test_recall_is_measured_once_of_every_run_that_is_finished(reproduce, folder
     assert code == 0 and out.count(" facts, recall ") == 2, out
     files = sorted((tmp_path / "runs").rglob("facts.json"))
     found = [json.loads(file.read_text())["groups"] for file in files]
-    saved = [groups["never"]["nll"] - groups["more often"]["nll"] for groups in found]
-    assert f"{statistics.fmean(saved):.2f} ± {statistics.stdev(saved):.2f}" in out
-    assert "names, places and numbers, the nats that an answer costs fewer" in out
+    saved = [groups["never"]["nll_per_token"] - groups["more often"]["nll_per_token"] for groups in found]
+    assert f"{statistics.fmean(saved):.3f} ± {statistics.stdev(saved):.3f}" in out
+    assert "names, places and numbers asked as the rest of their sentences" in out
     before = files[1].stat().st_mtime_ns
     files[0].unlink()
     code, out, _ = reproduce.mine("known", options=(*settings, "--seeds", "2", "--dry-run"))

@@ -174,7 +174,7 @@ class TestFacts:
         pool, said = grids.run(jobs, {"layer2-": "fail"})
         assert sorted(self.asked(jobs)) == [0, 2]
         assert [task.state for task in pool.tasks] == ["finished", "failed", "finished"]
-        assert "[1/3] table3/position-1 seed 1 asked for 900 facts, recall 0.75 nats" in said
+        assert "[1/3] table3/position-1 seed 1 asked for 900 facts, recall 0.750 nats a token" in said
         assert not (jobs[0].directory / "facts.txt").exists()
         pool, said = grids.run(jobs, {})
         assert self.asked(jobs)[2:] == [1] and not pool.failed

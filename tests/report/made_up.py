@@ -57,7 +57,7 @@ def write_run(
         _write(directory / "report.json", report)
         _write(directory / "speed.json", report["speed"])
     if recall is not None:
-        groups = {"never": {"nll": 7.0}, "more often": {"nll": 7.0 - recall}}
+        groups = {"never": {"nll_per_token": 7.0}, "more often": {"nll_per_token": 7.0 - recall}}
         _write(directory / "facts.json", {"step": step, "asked": 2900 + seed, "groups": groups})
     return directory
 

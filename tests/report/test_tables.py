@@ -126,10 +126,12 @@ class TestOurNumbers:
         result = read_results(memories, [1, 2])
         table = grid_table(result)
         header = [head.strip() for head in table.splitlines()[0].split("|")[1:-1]]
-        assert header[-1] == "recall (nats)" and row(table, "PKM")[-1] == "0.75 ± 0.35"
+        assert header[-1] == "recall (nats/token)" and row(table, "PKM")[-1] == "0.750 ± 0.354"
         assert row(table, "dense")[-1] == "–" and "not asked for facts yet: dense" in table
         assert "of 2,901 to 2,902 names, places and numbers" in table
-        assert "0.75 $\\pm$ 0.35" in next(line for line in latex_table(result).splitlines() if line.startswith("PKM &"))
+        assert "0.750 $\\pm$ 0.354" in next(
+            line for line in latex_table(result).splitlines() if line.startswith("PKM &")
+        )
         rows = {one["cell"]: one for one in csv.DictReader(csv_table(result).splitlines())}
         assert (
             float(rows["PKM"]["recall"]) == 0.75
@@ -138,7 +140,7 @@ class TestOurNumbers:
         )
         assert float(rows["PKM"]["recall_spread"]) == pytest.approx(0.125**0.5)
         html = write_report([result], tmp_path / "report")[0].read_text()
-        assert re.search(r'>0\.75</span> <span class="spread">± 0\.35<', html) and "recall (nats)" in html
+        assert re.search(r'>0\.750</span> <span class="spread">± 0\.354<', html) and "recall (nats/token)" in html
         assert (tmp_path / "report" / "plots" / "memories-recall.svg").exists()
 
     def test_of_speed_say_how_they_were_measured(self, tmp_path: Path) -> None:

@@ -22,5 +22,5 @@ if act == "fail":
 if act == "wait":
     os.kill(os.getppid(), signal.SIGTERM)
     signal.pause()
-groups = {"never": {"nll": 5.0}, "more often": {"nll": 4.25}}
+groups = {"never": {"nll_per_token": 5.0}, "more often": {"nll_per_token": 4.25}}
 (directory / "facts.json").write_text(json.dumps({"step": 20, "asked": 900, "groups": groups}))
