@@ -20,13 +20,8 @@ MEASURES: dict[Measure, str] = {
     "kwords_per_s": "1000 words/s", "recall": "recall (nats/token)",
 }  # fmt: skip
 DIGITS: dict[Measure, int] = {
-    "perplexity": 2,
-    "train_perplexity": 2,
-    "usage": 1,
-    "kl": 2,
-    "kwords_per_s": 1,
-    "recall": 3,
-}
+    "perplexity": 2, "train_perplexity": 2, "usage": 1, "kl": 2, "kwords_per_s": 1, "recall": 3,
+}  # fmt: skip
 PHRASES: dict[Coordinate, str] = {
     "layers": "{} layers", "dim": "dimension {}", "memories": "{} memories", "slots": "{} slots", "knn": "k = {}",
     "batchnorm": "BatchNorm: {}", "position": "position {}", "keys": "{} keys", "heads": "{} heads",
