@@ -293,6 +293,12 @@ OF_A_MEMORY: list[tuple[str, Callable[[Config, Any], bool], Callable[[Config, An
         "leave share_values out",
     ),
     (
+        "convolution",
+        lambda c, m: m.convolution is not None and (m.keys, m.gate) != ("ngram", "engram"),
+        lambda c, m: f"it follows the gate of n-grams, and these are {m.keys} keys with gate: {m.gate}",
+        "choose keys: ngram with gate: engram, or leave convolution out",
+    ),
+    (
         "values_dim",
         lambda c, m: m.keys == "ngram" and m.gate == "none" and m.values_dim is not None,
         lambda c, m: "without a gate the rows of n-grams are summed, and are as wide as the model",

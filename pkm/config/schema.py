@@ -188,6 +188,8 @@ class MemoryConfig(Part):
     gate: Annotated[str, *one_of(GATES)] = "none"
     """What becomes of what was read y: none = as it is; silu = W2 (y * silu(W1 x)), as in Memory+; engram = a W_V y, with
     a = sigmoid(rms(x) . rms(W_K y) / sqrt(d)). The rows of n-grams are summed and scaled, for engram side by side."""
+    convolution: Positive | None = None
+    """engram: tokens, max(orders) apart, that a causal convolution of what the gate gives spans: 4 in the paper; null = none."""
     share_values: bool = False
     """All memories of this section read one table; queries, keys and gates stay each layer's own."""
     values_std: Rate | None = None

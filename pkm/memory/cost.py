@@ -161,9 +161,18 @@ def silu_gate(m: MemoryConfig, d: int) -> Cost:
 
 
 def context_gate(m: MemoryConfig, d: int) -> Cost:
-    """Maps dv -> d of key and value, weights of two norms; kept are what was read, key and value, and both normalised."""
-    width = m.given_width(d)
-    return Cost(parameters=2 * d * width + 2 * d, flops=4 * d * width + 2 * d, kept=width + 2 * d, kept_fp32=2 * d)
+    """Maps dv -> d of key and value, weights of two norms; kept are what was read, key and value, and both normalised.
+
+    A convolution has d numbers for each token that it spans, and a norm; kept are its input, normalised too, and the sum.
+    """
+    width, spans = m.given_width(d), m.convolution or 0
+    convolved = d if spans else 0
+    return Cost(
+        parameters=2 * d * width + 2 * d + spans * d + convolved,
+        flops=4 * d * width + 2 * d + 2 * spans * d,
+        kept=width + 2 * d + 2 * convolved,
+        kept_fp32=2 * d + convolved,
+    )
 
 
 def keys(m: MemoryConfig, d: int) -> Cost:

@@ -16,6 +16,7 @@ from pkm.errors import UserError
 from pkm.memory.kernels import backend
 from pkm.memory.kernels.backend import Backend
 from pkm.memory.keys import build_keys
+from pkm.memory.ngram import Back, ShortConvolution
 from pkm.memory.output import build_output
 from pkm.memory.query import QueryNetwork, compute_dtype
 from pkm.memory.read import Read, build_read
@@ -26,7 +27,7 @@ class MemoryLayer(nn.Module):
     """m(x) = sum over heads of sum over the k selected slots i of w_i v_i, w = softmax of their scores (paper eq. 1-3).
 
     Three choices make a memory: its address (`query` and `keys`: which slots a token reads, with which weights), its `read`
-    (what they give) and its `output` (what becomes of that).
+    (what they give) and its `output` (what becomes of that), which of n-grams a `convolution` over neighbouring tokens may follow.
 
     Under autocast the query network and products with keys run in its dtype; scores, softmax and statistics stay in fp32.
 
@@ -64,6 +65,8 @@ class MemoryLayer(nn.Module):
             borrow(self, "values", like.values)
         self.read: Read = build_read(config, dim, None if like is None else like.read)
         self.output = build_output(config, dim)
+        spans = config.convolution
+        self.convolution = None if spans is None else ShortConvolution(dim, spans, max(config.orders))
         self.record = False
         self._choose_backend()
 
@@ -88,10 +91,10 @@ class MemoryLayer(nn.Module):
         output, residual = self.squares
         return float((output / residual).sqrt())
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, back: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, back: Back | None = None) -> Tensor:
         """x (B, T, d), mask (B, T) bool with True for real tokens, None if all are -> (B, T, d); 0 for padding, which reads nothing.
 
-        back    (B, T, n) of n-grams: a token's canonical id and those before it (pkm.memory.ngram.looking_back)
+        back    of n-grams: what stands before the tokens
 
         UserError if the kernels that the config wants cannot run where the weights are.
         """
@@ -100,7 +103,7 @@ class MemoryLayer(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         real = None if mask is None else mask.flatten()
         # n-grams ask with ids.
-        query: Any = self.query(tokens, real) if self.query is not None else back.flatten(0, 1)  # type: ignore[union-attr]
+        query: Any = self.query(tokens, real) if self.query is not None else back.ids.flatten(0, 1)  # type: ignore[union-attr]
         indices, weights = self.keys.select(query, self.knn)
         if self.record:
             # Padding too: compiled code cannot have a size that depends on how many tokens are padding.
@@ -113,6 +116,8 @@ class MemoryLayer(nn.Module):
             weights = weights.masked_fill(padding.view(-1, *[1] * (weights.ndim - 1)), 0)  # also where they are NaN
         given = self.read(self.values, tokens, indices.flatten(1), weights.flatten(1, 2), compute_dtype(x))
         out = self.output(given, tokens)
+        if self.convolution is not None and back is not None:
+            out = self.convolution(out.view(x.shape), back).flatten(0, 1)
         if real is not None:
             out = out.masked_fill(~real.unsqueeze(1), 0)  # of a bias too
         return out.view(x.shape)

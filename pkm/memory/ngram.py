@@ -1,16 +1,31 @@
-"""Addresses and gate of n-gram memories (Engram, 2026): rows are looked up by the last ids, and the hidden state gates them.
+"""Addresses, gate and convolution of n-gram memories (Engram, 2026): rows are looked up by the last ids, and the hidden state
+gates them.
 
-Shapes: N tokens, n the longest order, J rows of a token (orders x heads), d model width, w width of a row.
+Shapes: B windows, T tokens, N = B * T, n the longest order, J rows of a token (orders x heads), d model width, w width of a row.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pkm.config.schema import MemoryConfig
 from pkm.memory.hashing import multipliers, sizes
 from pkm.memory.values import Values
+
+
+class Back(NamedTuple):
+    """What n-gram memories know of the tokens before each token."""
+
+    ids: Tensor
+    """(B, T, n) int64, where it is looked up: its canonical id and those before it, nearest first (`looking_back`)."""
+    reach: Tensor
+    """(B or 1, T) int64, how many tokens before it are in its window and document."""
+    past: dict[nn.Module, Tensor] | None = None
+    """Of a window that is read bit by bit: what each convolution needs again of the tokens read so far."""
 
 
 class NgramKeys(nn.Module):
@@ -73,6 +88,33 @@ class ContextGate(nn.Module):
         value = self.value(given)
         gated: Tensor = self.openness(given, x).to(value.dtype) * value
         return gated
+
+
+class ShortConvolution(nn.Module):
+    """y = u + silu(sum over i < w of c_i rms(u of i * dilation tokens before)) of what the gate gives u (Engram, 2026, section 3).
+
+    weight    c (w, d), nearest first: every number of the width has its own. It begins as 0, with which y = u
+    """
+
+    def __init__(self, dim: int, width: int, dilation: int):
+        super().__init__()
+        self.dilation = dilation
+        self.norm = nn.RMSNorm(dim, eps=1e-6)
+        self.weight = nn.Parameter(torch.zeros(width, dim))
+
+    def forward(self, u: Tensor, back: Back) -> Tensor:
+        """u (B, T, d) -> (B, T, d); of another document, and before the window, nothing is seen."""
+        normalised = self.norm(u.to(self.norm.weight.dtype)).to(u.dtype)
+        farthest = (len(self.weight) - 1) * self.dilation
+        before = None if back.past is None else back.past.get(self)
+        seen = F.pad(normalised, (0, 0, farthest, 0)) if before is None else torch.cat([before, normalised], 1)
+        if back.past is not None:
+            back.past[self] = seen[:, u.shape[1] :]
+        mixed = torch.zeros_like(u)
+        for i, weight in enumerate(self.weight.to(u.dtype)):
+            tap = seen[:, farthest - i * self.dilation :][:, : u.shape[1]]
+            mixed = mixed + torch.where((back.reach >= i * self.dilation).unsqueeze(-1), weight * tap, 0)
+        return u + F.silu(mixed)
 
 
 class Scaled(nn.Module):

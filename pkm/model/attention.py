@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pkm.config.schema import ModelConfig
 from pkm.memory.kernels.reference import at_least_fp32
+from pkm.memory.ngram import Back
 from pkm.model.dropout import dropout as drop
 
 
@@ -35,6 +36,7 @@ class Past:
         self.keys, self.values = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
         self.length = 0
         self.recent: Tensor | None = None  # canonical ids of the last tokens, where n-grams are looked up
+        self.convolved: dict[nn.Module, Tensor] = {}  # what each of their convolutions has seen of the last tokens
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append to a layer, from 0, those of T more tokens (B, G, T, d / H) -> of all tokens so far (B, G, length + T, d / H)."""
@@ -51,8 +53,8 @@ class Places(NamedTuple):
     """(B or 1, 1, T, d / H / 2) fp32, by which rotary positions turn each pair of a head's numbers."""
     visible: Tensor | None = None
     """(B or 1, 1, T, S) bool, which tokens each token sees; None = itself and all before it."""
-    back: Tensor | None = None
-    """(B, T, n) int64, where n-grams are looked up: canonical ids of each token and of those before it, nearest first."""
+    back: Back | None = None
+    """Where n-grams are looked up."""
 
 
 def token_places(

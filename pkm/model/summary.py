@@ -129,6 +129,7 @@ def _of_values(m: MemoryConfig) -> str:
         m.read: m.read == "experts-linear",
         "one table for all layers": m.share_values,
         f"{m.gate} gate": m.gate != "none",
+        f"convolution of {m.convolution}": m.convolution is not None,
     }
     return "".join(f", {word}" for word, holds in said.items() if holds)
 

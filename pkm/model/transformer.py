@@ -16,7 +16,7 @@ from pkm.config.schema import Config, MemoryConfig, ModelConfig
 from pkm.corpus.store import OtherVocab
 from pkm.distributed import dist
 from pkm.memory.layer import MemoryLayer
-from pkm.memory.ngram import NgramKeys, looking_back
+from pkm.memory.ngram import Back, NgramKeys, looking_back
 from pkm.memory.values import Values, tables
 from pkm.model.attention import Attention, Past, Places, build_norm, token_places
 from pkm.model.dropout import dropout as drop
@@ -102,14 +102,14 @@ class Block(nn.Module):
         y = drop(f(norm(x) if self.pre_norm else x), self.dropout, self.training)
         return x + y if self.pre_norm else norm(x + y)
 
-    def _feed_forward(self, x: Tensor, mask: Tensor | None, residual: Tensor, back: Tensor | None = None) -> Tensor:
+    def _feed_forward(self, x: Tensor, mask: Tensor | None, residual: Tensor, back: Back | None = None) -> Tensor:
         if self.feed_forward is None:
             y = self._memory("replace", x, mask, residual, back)
         else:
             y = self.feed_forward(x, mask) if isinstance(self.feed_forward, Experts) else self.feed_forward(x)
         return y + self._memory("beside", x, mask, residual, back) if "beside" in self.names else y
 
-    def _memory(self, place: str, x: Tensor, mask: Tensor | None, residual: Tensor, back: Tensor | None) -> Tensor:
+    def _memory(self, place: str, x: Tensor, mask: Tensor | None, residual: Tensor, back: Back | None) -> Tensor:
         memory: MemoryLayer = getattr(self, self.names[place])
         y: Tensor = memory(x, mask, back)
         if memory.record:
@@ -205,7 +205,7 @@ class Transformer(nn.Module):
         first = 0 if past is None else past.length
         positions, places = token_places(self.config, ids.shape[1], first, documents, ids.device)
         if self.longest:
-            places = places._replace(back=self._looking_back(ids, past, documents))
+            places = places._replace(back=self._looking_back(ids, positions, past, documents))
         x = self.tokens(ids)
         if self.positions is not None:
             x = x + self.positions(positions)
@@ -221,14 +221,17 @@ class Transformer(nn.Module):
             past.length += ids.shape[1]
         return self.final_norm(x)
 
-    def _looking_back(self, ids: Tensor, past: Past | None, documents: Tensor | None) -> Tensor:
-        """(B, T, longest): what n-gram memories address with; `past` remembers what the next tokens need of it."""
+    def _looking_back(self, ids: Tensor, positions: Tensor, past: Past | None, documents: Tensor | None) -> Back:
+        """What n-gram memories know of the tokens before these; `past` remembers what the next ones need of them."""
         own = self.canonical[ids]
         before = past.recent if past is not None and past.length else None
         back = looking_back(own, self.longest, self.canonical[PAD_ID], before, documents)
-        if past is not None:
-            past.recent = back[:, -1, : self.longest - 1].flip(-1)
-        return back
+        if past is None:
+            return Back(back, positions)
+        past.recent = back[:, -1, : self.longest - 1].flip(-1)
+        if past.length == 0:
+            past.convolved.clear()
+        return Back(back, positions, past.convolved)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., d) -> (..., V)."""

@@ -66,6 +66,7 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("memory.read", [*NGRAM, "memory.read=experts"]),
     ("memory.keys_norm", [*NGRAM, "memory.keys_norm=rms"]),
     ("memory.share_values", [*NGRAM, "memory.share_values=true"]),
+    ("memory.convolution", [*NGRAM, "memory.convolution=4"]),
     ("memory.values_dim", [*NGRAM, "memory.values_dim=8"]),
 ]
 

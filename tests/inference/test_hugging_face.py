@@ -262,7 +262,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(train, tmp_path):
 
 def test_every_setting_is_written_or_refused_by_name():
     """A new one is refused until someone puts it into modeling_pkm.py and into these sets."""
-    of_memories = {"orders", "rank", "cores", "expansion", "queries_by_rank", "input_dim"}  # Tucker keys and n-grams
+    of_memories = {"orders", "rank", "cores", "expansion", "queries_by_rank", "input_dim", "convolution"}
     refused = {"model": set(), "memory": of_memories, "query": set()}
     assert set(ModelConfig.model_fields) - export.MODEL == refused["model"]
     assert set(MemoryConfig.model_fields) - export.MEMORY == refused["memory"]
