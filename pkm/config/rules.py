@@ -221,9 +221,17 @@ OF_A_MEMORY: list[tuple[str, Callable[[Config, Any], bool], Callable[[Config, An
         "choose 1, 4, 9 or 16",
     ),
     (
+        "cores_loss",
+        lambda c, m: m.keys == "tucker" and m.cores_loss > 0 and m.rank == 1,
+        lambda c, m: "cores of rank 1 need no loss that draws them there",
+        "choose a higher rank, or leave cores_loss out",
+    ),
+    (
         "expansion",
-        lambda c, m: m.keys != "tucker" and (m.expansion > 1 or m.cores > 1 or m.queries_by_rank),
-        lambda c, m: f"expansion, cores and queries_by_rank are settings of Tucker keys, and these are {m.keys} keys",
+        lambda c, m: m.keys != "tucker" and (m.expansion > 1 or m.cores > 1 or m.queries_by_rank or m.cores_loss > 0),
+        lambda c, m: (
+            f"expansion, cores, cores_loss and queries_by_rank are settings of Tucker keys, and these are {m.keys} keys"
+        ),
         "choose keys: tucker, or leave them out",
     ),
     (

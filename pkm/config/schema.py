@@ -168,6 +168,8 @@ class MemoryConfig(Part):
     """Tucker keys: numbers that a sub-key's scores are made of, r."""
     cores: Positive = 1
     """Tucker keys: cores whose sum scores a pair; of rows each weighs columns of its own (UltraMem's multi-core scoring)."""
+    cores_loss: Decay = 0.0
+    """Tucker keys: weight of the loss that draws the cores' sum towards rank 1, where the search misses nothing; 0.001 in UltraMem."""
     expansion: Positive = 1
     """Tucker keys: slots a row, a square number E; of rows each of E blocks of slots has a projection of its own."""
     queries_by_rank: bool = False

@@ -86,6 +86,11 @@ class MemoryLayer(nn.Module):
         """The parameters that decide which slots are read."""
         return chain(*(part.parameters() for part in (self.query, self.keys) if isinstance(part, nn.Module)))
 
+    def loss(self) -> Tensor | None:
+        """What its keys add to the loss of each token that is learned from, (); None if nothing."""
+        of_keys = getattr(self.keys, "loss", None)
+        return None if of_keys is None else of_keys()
+
     def output_share(self) -> float:
         """rms of the last recorded output over rms of the residual stream that it was added to."""
         output, residual = self.squares

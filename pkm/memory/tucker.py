@@ -17,6 +17,8 @@ from pkm.memory.kernels import reference
 from pkm.memory.query import Query
 
 MONTE_CARLO_TOKENS = 64
+TAU = 0.15
+"""What a singular value may be without a loss, as in UltraMem."""
 RECALL_TOKENS = 16
 RECALL_SCORES = 1 << 24
 
@@ -43,7 +45,7 @@ class TuckerKeys(nn.Module):
         self.heads, self.rank, self.side = config.heads, config.rank, config.sub_keys_searched
         self.slots = self.side**2
         sets = 1 if config.keys_shared_by_heads else config.heads
-        self.by_rank = config.queries_by_rank
+        self.by_rank, self.alpha = config.queries_by_rank, config.cores_loss
         size = config.query.dim // (2 * config.rank if self.by_rank else 2)
         self.weight = nn.Parameter(torch.randn(sets, 2, self.rank, self.side, size) * size**-0.5)
         features = sets * 2 * self.rank * size
@@ -120,6 +122,16 @@ class TuckerKeys(nn.Module):
         grid = torch.einsum("nhia,hab,nhjb->nhij", rows, self.cores.sum(1).to(rows.dtype), columns).flatten(-2)
         best = grid.topk(slots.shape[-1]).indices
         return (best.unsqueeze(-1) == slots[:few].unsqueeze(-2)).any(-1).float().mean()
+
+    def loss(self) -> Tensor | None:
+        """alpha / (r - 1) sum over i >= 2 of max(0, l_i - TAU)^2, l the singular values of C, summed over heads; () or None.
+
+        It draws C towards rank 1, where u and t are all of it (UltraMem, section 3.2).
+        """
+        if not self.alpha:
+            return None
+        others = torch.linalg.svdvals(self.cores.sum(1).to(reference.at_least_fp32(self.cores.dtype)))[:, 1:]
+        return self.alpha / (self.rank - 1) * F.relu(others - TAU).square().sum()
 
     @torch.no_grad()
     def expected(self, m: int, apart: bool) -> tuple[float, float]:

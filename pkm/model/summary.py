@@ -114,6 +114,7 @@ def _of_keys(m: MemoryConfig) -> str:
     """What is not as in the paper."""
     said = {
         f"rank {m.rank}, {m.cores} core{'s' * (m.cores > 1)}": m.keys == "tucker",
+        f"loss of cores x {m.cores_loss:g}": m.cores_loss > 0,
         "a query for each rank": m.queries_by_rank,
         "keys shared by heads": m.keys_shared_by_heads,
         f"{m.keys_norm} norm of keys": m.keys_norm != "none",

@@ -250,10 +250,19 @@ class Transformer(nn.Module):
         loss = linear_cross_entropy(
             hidden, self.output_weight, self.output_bias, targets.flatten(), self.config.logit_cap, z
         )
-        for _, experts in self.experts():
-            if experts.balance is not None:  # in the gradient, not in what is told
-                loss = loss + (experts.balance - experts.balance.detach())
+        for extra in self._extra_losses(ids.numel()) if self.training else ():
+            loss = loss + (extra - extra.detach())  # in the gradient, not in what is told
         return loss
+
+    def _extra_losses(self, tokens: int) -> Iterator[Tensor]:
+        """What is learned from besides, summed over the tokens."""
+        for _, experts in self.experts():
+            if experts.balance is not None:
+                yield experts.balance
+        for _, memory in self.memories():
+            of_keys = memory.loss()
+            if of_keys is not None:
+                yield tokens * of_keys
 
 
 def build_model(config: Config, vocab_size: int, vocab: Vocab | OtherVocab | None = None) -> Transformer:

@@ -21,7 +21,7 @@ from pkm.run.run import Run
 MAY_DIFFER = {"dropout", "document_mask", "ffn", "experts", "rotary"}
 """Settings of `model:` that weights do not depend on, or that are compared apart."""
 
-OF_ITS_RUN = {"layers", "count", "values_std", "kernels"}
+OF_ITS_RUN = {"layers", "count", "values_std", "kernels", "cores_loss"}
 """Settings of a memory that its weights do not depend on."""
 
 SHOWN = 6

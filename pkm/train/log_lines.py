@@ -75,6 +75,8 @@ def log(
             record["memories"][str(layer)] = {"usage": usage.percent, "kl": usage.kl, "output_share": share}
             if usage.recall is not None:
                 record["memories"][str(layer)]["recall"] = usage.recall
+            if (of_keys := model.memory(layer).loss()) is not None:
+                record["memories"][str(layer)]["cores_loss"] = of_keys.item()
         for layer, meter in taken.usage.experts.items():
             usage = meter.result()
             record["experts"][str(layer)] = {"usage": usage.percent, "kl": usage.kl}
@@ -109,6 +111,7 @@ def log_line(step: int, steps: int, record: dict[str, Any], speed: dict[str, flo
     memories = "".join(
         f" | layer {layer} usage {m['usage']:.1f} % KL {m['kl']:.2f} share {m['output_share']:.2f}"
         + (f" recall {m['recall']:.2f}" if "recall" in m else "")
+        + (f" cores' loss {m['cores_loss']:.1e}" if "cores_loss" in m else "")
         for layer, m in record["memories"].items()
     ) + "".join(
         f" | experts {layer} usage {m['usage']:.0f} % KL {m['kl']:.2f}" for layer, m in record["experts"].items()

@@ -54,6 +54,7 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("memory.sub_keys", ["memory.keys=tucker", "memory.sub_keys=null"]),
     ("memory.slots", ["memory.keys=tucker", "memory.slots=4096"]),
     ("memory.expansion", ["memory.keys=tucker", "memory.expansion=5"]),
+    ("memory.cores_loss", ["memory.keys=tucker", "memory.rank=1", "memory.cores_loss=0.001"]),
     ("memory.expansion", ["memory.expansion=4"]),
     ("memory.knn", ["memory.keys=tucker", "memory.expansion=4", "memory.knn=129"]),
     ("memory.query.dim", ["memory.keys=tucker", "memory.query.dim=62", "memory.queries_by_rank=true"]),

@@ -262,8 +262,11 @@ def test_a_full_disk_is_said_and_leaves_nothing(train, tmp_path):
 
 def test_every_setting_is_written_or_refused_by_name():
     """A new one is refused until someone puts it into modeling_pkm.py and into these sets."""
-    of_memories = {"orders", "rank", "cores", "expansion", "queries_by_rank", "input_dim", "convolution"}
-    refused = {"model": set(), "memory": of_memories, "query": set()}
+    tucker, ngrams = (
+        {"rank", "cores", "cores_loss", "expansion", "queries_by_rank", "input_dim"},
+        {"orders", "convolution"},
+    )
+    refused = {"model": set(), "memory": tucker | ngrams, "query": set()}
     assert set(ModelConfig.model_fields) - export.MODEL == refused["model"]
     assert set(MemoryConfig.model_fields) - export.MEMORY == refused["memory"]
     assert set(QueryConfig.model_fields) - export.QUERY == refused["query"]

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from pkm.config.schema import MemoryConfig, QueryConfig
+from pkm.device import decide
 from pkm.memory.layer import MemoryLayer
 from pkm.memory.query import Query
 from pkm.memory.tucker import TuckerKeys, values_std
 from pkm.memory.virtual import shuffled
 from pkm.model import cost
 from pkm.model.transformer import build_model, parameters
+from pkm.train.step import backward
 from tests.support.tiny import VOCAB_SIZE, tiny_config
 from tests.support.whole_runs import many_and_one, straight_as_resumed, with_values
 
@@ -19,7 +21,7 @@ TUCKER = {
     "layers": [1, 2], "keys": "tucker", "sub_keys": 6, "rank": 2, "expansion": 4, "knn": 4, "keys_norm": "rms",
     "query": {"dim": 8, "norm": "rms"}, "place": "beside",
 }  # fmt: skip
-V1 = {**TUCKER, "heads": 2, "cores": 2, "values_dim": 8}
+V1 = {**TUCKER, "heads": 2, "cores": 2, "cores_loss": 0.1, "values_dim": 8}
 V2 = {**TUCKER, "heads": 1, "read": "experts-linear", "values_dim": 8, "input_dim": 4, "queries_by_rank": True}
 BOTH = pytest.mark.parametrize("memory", [V1, V2], ids=["UltraMem", "UltraMemV2"])
 
@@ -120,6 +122,35 @@ def test_directions_keep_their_sign_from_step_to_step() -> None:
         k.cores.mul_(2).add_(torch.rand_like(k.cores))
     k.eval().search(torch.randn(2, 2, 8, dtype=torch.float64), 2)
     assert torch.equal(k.u, kept)  # evaluation changes nothing
+
+
+def test_the_loss_of_cores_is_of_all_singular_values_of_their_sum_but_the_first() -> None:
+    k = keys(rank=3, cores=2, cores_loss=0.5)
+    expected = 0.0
+    for head in k.cores.detach().sum(1):
+        _, *others = torch.linalg.eigvalsh(head.T @ head).sqrt().flip(0).tolist()
+        expected += 0.5 / 2 * sum(max(0.0, value - 0.15) ** 2 for value in others)
+    assert expected > 0.01 and k.loss().item() == pytest.approx(expected, rel=1e-9)
+    assert torch.autograd.gradcheck(lambda _: k.loss(), (k.cores,))
+    with torch.no_grad():
+        k.cores.copy_(torch.ones_like(k.cores))
+    assert k.loss() == 0 and keys(rank=3).loss() is None
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_a_step_learns_from_the_loss_of_cores_once_and_tells_the_text_s_alone(micro_batch: int | None) -> None:
+    batch = tuple(torch.randint(14, VOCAB_SIZE, (8, 8)) for _ in range(2))
+    found = []
+    for alpha in (0.0, 0.1):
+        c = tiny_config(memory={**V1, "cores_loss": alpha}, optim={"micro_batch": micro_batch})
+        model = build_model(c, VOCAB_SIZE).train()
+        loss, _ = backward(c, decide(c), model, model, batch, 1.0, measures=False)
+        found.append((loss, model.memory(1).keys.cores))
+    (plain, before), (told, cores) = found
+    assert torch.equal(plain, told)
+    (own,) = torch.autograd.grad(model.memory(1).loss(), cores)
+    torch.testing.assert_close(cores.grad - before.grad, own)
+    assert own.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("rows, expansion", [(36, 4), (1, 1), (64, 9), (2500, 16)])
@@ -280,6 +311,8 @@ def test_tables_have_the_sizes_of_the_papers_models() -> None:
 def test_it_trains_and_a_resumed_run_is_the_same_to_the_last_bit(train, memory: dict) -> None:
     trained = straight_as_resumed(train, memory=memory).records
     assert all(0 < m["recall"] <= 1 and math.isfinite(m["kl"]) for m in trained[-1]["memories"].values())
+    first, last = (record["memories"]["1"].get("cores_loss") for record in (trained[0], trained[-1]))
+    assert (first, last) == (None, None) if memory is V2 else 0 <= last < first / 100
 
 
 @BOTH
@@ -288,7 +321,7 @@ def test_two_ranks_train_it_as_one_does_and_the_report_says_how_many_of_the_best
     tiny_corpus_path, tmp_path, values: str, memory: dict
 ) -> None:
     both = many_and_one(with_values(values, tiny_corpus_path, tmp_path, memory=memory), ranks=2, steps=4)
-    both.assert_close("model.blocks.0.memory.values.weight", rtol=1e-2, atol=1e-3)
+    both.assert_close("model.blocks.0.memory.values.weight", "model.blocks.1.memory.keys.cores", rtol=1e-2, atol=1e-3)
     two, one = both.reports
     assert two["evaluation"]["loss"] == pytest.approx(one["evaluation"]["loss"], rel=1e-2)
     assert 0 < two["evaluation"]["memories"]["1"]["recall"] <= 1
