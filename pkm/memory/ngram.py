@@ -51,8 +51,8 @@ class NgramKeys(nn.Module):
         self.multipliers.copy_(found)
 
     def select(self, back: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """back (N, n) int64, canonical ids of a token and of those before it -> rows (N, J, 1) int64 and weights of 1."""
-        mixed, hashes = back * self.multipliers, []
+        """back (N, n or more) int64, canonical ids of a token and those before it -> rows (N, J, 1) int64, weights of 1."""
+        mixed, hashes = back[:, : len(self.multipliers)] * self.multipliers, []
         total = mixed[:, 0]
         for order in range(1, max(self.orders) + 1):
             if order > 1:

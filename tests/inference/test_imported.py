@@ -49,8 +49,12 @@ def test_what_was_exported_comes_back_bit_by_bit(train, tmp_path, model, memory)
 
 @pytest.mark.parametrize(
     ("model", "memory"),
-    [(BLOCKS["everything"], {}), ({}, MEMORIES["two in a block"]), ({}, MEMORIES["memory+"]), (LLAMA, None)],
-    ids=str,
+    [
+        (BLOCKS["everything"], {}),
+        (LLAMA, None),
+        *(({}, MEMORIES[name]) for name in ("two in a block", "memory+", "ultramem v2", "bigrams", "all kinds")),
+    ],
+    ids=["everything", "llama", "two in a block", "memory+", "ultramem v2", "bigrams", "all kinds"],
 )
 def test_the_settings_are_found_in_config_json_alone(train, tmp_path, model, memory):
     """As in a directory that transformers saved again."""
@@ -108,7 +112,7 @@ def exported(train, tmp_path):
         (lambda d: edit(d, model_type="gpt2"), "model_type: gpt2 is nothing"),
         (lambda d: edit(d, hidden_size=32), r"attention\.out\.bias would be \(16,\) of the file, and of these settings it is \(32,\)"),
         (lambda d: edit(d, num_hidden_layers=1), r"exported: memory\[0\].layers: \[2\] names a layer that is not there"),
-        (lambda d: edit(d, num_hidden_layers=3), r"it lacks blocks\.2\."),
+        (lambda d: edit(d, num_hidden_layers=3), r"blocks\.2\.\S+ would be nothing of the file"),
     ],
     ids=["no config", "index", "damaged", "missing", "kind", "width", "fewer layers", "more layers"],
 )  # fmt: skip

@@ -22,20 +22,21 @@ def find(path: Path) -> Found:
     if described is None:
         what = "it is no directory of transformers: it holds no config.json"
         raise UserError(what, str(path), "name what scripts/export.py --format hf or save_pretrained wrote")
-    kind, about = described.get("model_type"), described.get("pkm") or {}
+    kind, about, tensors = described.get("model_type"), described.get("pkm") or {}, sharded(path)
     table: Callable[[Config], Sequence[Entry]]
     try:
         if kind == "llama":
             settings, table = llama.settings(described, str(path / "config.json")), llama.table
         elif kind == "pkm":
-            settings, table = of_config_json(described), our_names
+            names = [same(name, name) for name in tensors]
+            settings, table = of_config_json(described), lambda config: names
         else:
             what = f"model_type: {kind} is nothing that can be read"
             raise UserError(what, str(path / "config.json"), "give one of llama or pkm")
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"it lacks {error}", str(path / "config.json"), "copy it again from where it comes") from None
     step = about.get("step", 0)
-    return Found(sharded(path), settings | kept_settings(path), table, step=step, subwords=subwords_in(path))
+    return Found(tensors, settings | kept_settings(path), table, step=step, subwords=subwords_in(path))
 
 
 def kept_settings(path: Path) -> dict[str, Any]:
@@ -46,16 +47,6 @@ def kept_settings(path: Path) -> dict[str, Any]:
     with explained(file):
         kept = yaml.safe_load(file.read_text("utf-8"))
     return {key: value for key, value in kept.items() if key not in ("name", "runs")}
-
-
-def our_names(config: Config) -> Sequence[Entry]:
-    """PkmForCausalLM has ours."""
-    import torch
-
-    from pkm.model.transformer import Transformer
-
-    with torch.device("meta"):
-        return [same(name, name) for name in Transformer(config, 1).state_dict()]
 
 
 def of_config_json(described: dict[str, Any]) -> dict[str, Any]:
@@ -82,16 +73,10 @@ def of_config_json(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_sections(memories: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]] | None:
-    """A run's `memory:` of the memories of each block. Those of a block keep their order, which names them."""
-    sections: list[tuple[dict[str, Any], list[int]]] = []
-    for layer, here in sorted(memories.items(), key=lambda item: (-len(item[1]), int(item[0]))):
-        for settings in here.values():
-            layers = next((layers for known, layers in sections if known == settings), None)
-            if layers is None:
-                sections.append((settings, layers := []))
-            layers.append(int(layer))
-    made = []
-    for settings, layers in sections:
-        own = {key: value for key, value in settings.items() if key != "shares"}
-        made.append({**own, "share_values": settings["shares"] is not None, "layers": sorted(layers)})
-    return made or None
+    """A run's `memory:` of the memories of each block."""
+    sections: dict[int, dict[str, Any]] = {}
+    for layer in sorted(memories, key=int):
+        for settings in memories[layer].values():
+            own = {key: value for key, value in settings.items() if key not in ("section", "rows")}
+            sections.setdefault(settings["section"], {**own, "layers": []})["layers"].append(int(layer))
+    return [sections[number] for number in sorted(sections)] or None

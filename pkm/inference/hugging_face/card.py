@@ -33,7 +33,11 @@ def model_card(trained: Trained, is_llama: bool) -> str:
     config, model = trained.config, trained.config.model
     tags = ["llama"] if is_llama else ["pkm", *(["product-key-memory"] if config.memory else [])]
     trust = "" if is_llama else ", trust_remote_code=True"
-    kind = "a LlamaForCausalLM, which needs no code of its own" if is_llama else "PkmForCausalLM, in `modeling_pkm.py`"
+    kind = (
+        "a LlamaForCausalLM, which needs no code of its own"
+        if is_llama
+        else "PkmForCausalLM, in `modeling_pkm.py` and `memories_pkm.py`"
+    )
     dense, values = parameters(trained.model)
     limit = "learned" if model.positions == "learned" else "trained on"
     return "".join(
@@ -59,12 +63,21 @@ def _memories(config: Config, values: int) -> str:
     found = []
     for memory in config.memories:
         layers = ", ".join(map(str, config.layers_of(memory)))
-        place = {"replace": "in place of", "beside": "beside", "after": "after"}[memory.place]
-        found.append(
-            f"at layer {layers}, {place} the feed-forward network, {memory.heads} heads that read {memory.knn} of "
-            f"{memory.size:,} slots each ({memory.keys} keys)"
-        )
+        place = PLACES[memory.place]
+        what = f"{memory.heads} heads that read {memory.knn} of {memory.size:,} slots each ({memory.keys} keys)"
+        if memory.keys == "ngram":
+            orders = " and ".join(map(str, memory.orders))
+            what = f"rows that the last {orders} ids name, {memory.heads} each of about {memory.slots:,}"
+        found.append(f"at layer {layers}, {place}, {what}")
     return f" and {values:,} values of memories: {'; '.join(found)}" if found else ""
+
+
+PLACES = {
+    "replace": "in place of the feed-forward network",
+    "beside": "beside the feed-forward network",
+    "after": "after the feed-forward network",
+    "before": "before the block",
+}
 
 
 def _data(trained: Trained) -> str:

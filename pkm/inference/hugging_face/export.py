@@ -2,7 +2,7 @@
 
     config.json  generation_config.json    what the model is; a Llama where it is one, else PkmForCausalLM
     model-0000I-of-0000N.safetensors       weights, the values of memories in files of their own; model.safetensors.index.json
-    modeling_pkm.py                        the model in plain PyTorch, unless it is a Llama
+    modeling_pkm.py, memories_pkm.py       the model in plain PyTorch, unless it is a Llama
     tokenizer_config.json, tokenization_pkm.py, chunks.py, ...  codes  vocab  moses.json
     README.md  config.yaml                 data, numbers and settings for people
 
@@ -30,6 +30,7 @@ from pkm.inference.adapters.names import to_theirs
 from pkm.inference.hugging_face.card import model_card
 from pkm.inference.trained import Trained
 from pkm.machine import code_version
+from pkm.memory import hashing
 from pkm.text import perl_classes
 from pkm.text.vocab import PAD_ID
 
@@ -38,26 +39,28 @@ MOST_BYTES = 4_000_000_000
 """Of a file of weights that holds more than one tensor."""
 
 HERE, TEXT = Path(__file__).parent, Path(perl_classes.__file__).parent
+MODEL_FILES = ("modeling_pkm.py", "memories_pkm.py")
 TEXT_MODULES = ("chunks", "detokenize", "moses_rules", "normalize")
 """Of pkm.text, what the tokenizer needs besides perl_classes."""
 
-# What modeling_pkm.py computes. A setting that is in neither set is refused unless it has its default.
+# What MODEL_FILES compute. A setting that is in neither set is refused unless it has its default.
 MODEL = {
     "layers", "dim", "heads", "kv_heads", "qk_norm", "window", "ffn", "activation", "experts", "positions", "rotary",
     "norm", "norm_type", "norm_eps", "embedding_norm", "bias", "tie_embeddings", "logit_cap", "dropout",
     "document_mask",
 }  # fmt: skip
 MEMORY = {
-    "layers", "count", "keys", "sub_keys", "slots", "heads", "keys_norm", "keys_shared_by_heads", "knn", "query", "read",
-    "activation", "values_dim", "gate", "share_values", "values_std", "place", "kernels",
+    "layers", "count", "keys", "sub_keys", "slots", "orders", "heads", "keys_norm", "keys_shared_by_heads", "rank", "cores",
+    "cores_loss", "expansion", "queries_by_rank", "knn", "query", "read", "activation", "values_dim", "input_dim", "gate", "share_values",
+    "values_std", "place", "kernels",
 }  # fmt: skip
 QUERY = {"dim", "hidden", "norm"}
 # Of settings that name a kind, the kinds that it computes.
 KINDS = {
-    "memory.keys": {"product", "flat"},
-    "memory.read": {"rows", "experts"},
-    "memory.gate": {"none", "silu"},
-    "memory.place": {"replace", "beside", "after"},
+    "memory.keys": {"product", "flat", "tucker", "ngram"},
+    "memory.read": {"rows", "experts", "experts-linear"},
+    "memory.gate": {"none", "silu", "engram"},
+    "memory.place": {"replace", "beside", "after", "before"},
     "memory.keys_norm": {"none", "rms"},
     "memory.query.norm": {"batch", "layer", "layer_halves", "rms", "none"},
 }
@@ -67,7 +70,7 @@ def export_hugging_face(trained: Trained, directory: Path, most_bytes: int = MOS
     """Write `directory` whole.
 
     UserError if it is there already and not empty, if it cannot be written, or if the model has a setting that
-    modeling_pkm.py does not know.
+    MODEL_FILES do not know.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError("it is there already, and not empty", str(directory), "remove it, or name another directory")
@@ -86,7 +89,7 @@ def export_hugging_face(trained: Trained, directory: Path, most_bytes: int = MOS
             temporary.mkdir(parents=True)
             write_weights(temporary, tensors, values, most_bytes)
             if not is_llama:
-                shutil.copy(HERE / "modeling_pkm.py", temporary / "modeling_pkm.py")
+                write_code(temporary, [HERE / name for name in MODEL_FILES])
             write_tokenizer(trained.corpus, config.corpus.context, temporary)
             for name, content in {
                 "config.json": described | about(trained),
@@ -101,7 +104,7 @@ def export_hugging_face(trained: Trained, directory: Path, most_bytes: int = MOS
 
 
 def refuse_unknown(config: Config) -> None:
-    """UserError that names a setting which modeling_pkm.py does not know."""
+    """UserError that names a setting which MODEL_FILES do not know."""
     sections: list[tuple[str, Any, set[str]]] = [("model", config.model, MODEL)]
     for memory in config.memories:
         sections += [("memory", memory, MEMORY), ("memory.query", memory.query, QUERY)]
@@ -118,7 +121,7 @@ def config_json(trained: Trained) -> dict[str, Any]:
     config = trained.config
     model, experts = config.model, config.model.experts
     memories = {
-        str(layer): {name: memory_json(config, memory) for name, memory in config.memories_at(layer).items()}
+        str(layer): {name: memory_json(config, memory, layer) for name, memory in config.memories_at(layer).items()}
         for layer in sorted({*config.memory_layers})
     }
     of_experts = experts and {"count": experts.count, "active": experts.active, "ffn": config.expert_ffn}
@@ -143,10 +146,15 @@ def config_json(trained: Trained) -> dict[str, Any]:
     }
 
 
-def memory_json(config: Config, memory: MemoryConfig) -> dict[str, Any]:
-    elsewhere = {"layers", "count", "values_std", "kernels", "share_values"}
-    shares = config.memories.index(memory) if memory.share_values else None
-    return {**memory.model_dump(mode="json", include=MEMORY - elsewhere), "shares": shares}
+def memory_json(config: Config, memory: MemoryConfig, layer: int) -> dict[str, Any]:
+    elsewhere = {"layers", "count", "values_std", "kernels"}
+    described = {
+        **memory.model_dump(mode="json", include=MEMORY - elsewhere),
+        "section": config.memories.index(memory),
+    }
+    if memory.keys == "ngram":
+        described["rows"] = hashing.sizes(memory, config.layers_of(memory).index(layer))
+    return described
 
 
 def about(trained: Trained) -> dict[str, Any]:
@@ -223,14 +231,17 @@ def write_tokenizer(corpus: Corpus, context: int, directory: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     atomic_write(directory / "tokenizer_config.json", json_text(tokenizer, indent=2))
-    sources = [HERE / "tokenization_pkm.py", *(TEXT / f"{name}.py" for name in TEXT_MODULES)]
+    write_code(directory, [HERE / "tokenization_pkm.py", *(TEXT / f"{name}.py" for name in TEXT_MODULES)])
+    atomic_write(directory / "perl_classes.py", perl_classes_source())
+
+
+def write_code(directory: Path, sources: list[Path]) -> None:
+    """Modules of pkm side by side, where they find each other as transformers loads them."""
     for source in sources:
-        # Side by side they find each other as transformers loads them.
         text = re.sub(
-            r"^from pkm\.text\.(\w+) import", r"from .\1 import", source.read_text("utf-8"), flags=re.MULTILINE
+            r"^from pkm\.\S+\.(\w+) import", r"from .\1 import", source.read_text("utf-8"), flags=re.MULTILINE
         )
         atomic_write(directory / source.name, text)
-    atomic_write(directory / "perl_classes.py", perl_classes_source())
 
 
 def perl_classes_source() -> str:

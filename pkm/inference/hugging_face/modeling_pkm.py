@@ -1,29 +1,34 @@
-"""A language model with product-key memories (Lample et al., 2019) for transformers: this file needs it and torch alone.
+"""A language model with product-key memories (Lample et al., 2019) or their kin, for transformers.
+
+This file and memories_pkm.py need it and torch alone:
 
     AutoModelForCausalLM.from_pretrained(DIRECTORY, trust_remote_code=True)
 
 Names of weights are those of the training framework that wrote the directory (pkm). In training the experts' load is
 not evened out, and the whole table of a memory gets a gradient: fine for adapters and short runs, else train with pkm.
 
-Shapes: B texts, T tokens, S tokens seen in all, N = tokens that are no padding, d width, H heads, K slots, C sub-keys a
-side, k slots that a head reads, q query size.
+Shapes: B texts, T tokens, S tokens seen in all, d width, H heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from pkm.inference.hugging_face.memories_pkm import BatchNorm, HeadsLayerNorm, HeadsRMSNorm, Memory, wide
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x).square(), "swiglu": F.silu,
 }  # fmt: skip
+NOTHING = 2
+"""The id that stands before a text for n-grams, and for padding: pkm's <pad>."""
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
@@ -31,8 +36,8 @@ class PkmConfig(PretrainedConfig):
     """What config.json says.
 
     block       the blocks, by the names of pkm's `model:` section
-    memories    {block from "1": {name of the module: settings of pkm's `memory:` section, and "shares": memories with the
-                same number read the tables of the first of them, null = its own}}
+    memories    {block from "1": {name of the module: settings of pkm's `memory:` section, "section": which of them it is, and
+                of n-grams "rows" of each hash}}; with share_values a section's memories read the tables of its first
     experts     {block from "1": {"count", "active", "ffn"}}
     """
 
@@ -64,10 +69,6 @@ def build_norm(config: PkmConfig, size: int) -> nn.Module:
     if config.block["norm_type"] == "rms":
         return nn.RMSNorm(size, eps=config.block["norm_eps"])
     return nn.LayerNorm(size, eps=config.block["norm_eps"], bias=config.block["bias"])
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def rotate(x: Tensor, angles: Tensor, pairs: str) -> Tensor:
@@ -153,203 +154,12 @@ class Experts(nn.Module):
         return y.view(x.shape)
 
 
-class BatchNorm(nn.Module):
-    """Batch normalisation of each feature over tokens: (N, F) -> (N, F)."""
-
-    def __init__(self, features: int):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
-        self.register_buffer("running_mean", torch.zeros(features))
-        self.register_buffer("running_var", torch.ones(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)  # type: ignore[arg-type]
-
-
-class HeadsLayerNorm(nn.Module):
-    """Layer normalisation of each of `parts` equal parts, with a weight for every feature: (N, F) -> (N, F)."""
-
-    def __init__(self, parts: int, features: int):
-        super().__init__()
-        self.parts = parts
-        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = x.unflatten(-1, (self.parts, -1))
-        return F.layer_norm(parts, parts.shape[-1:]).flatten(-2) * self.weight + self.bias
-
-
-class HeadsRMSNorm(nn.Module):
-    """Each head's features over their root mean square, with a weight for every feature: (N, H * q) -> the same."""
-
-    def __init__(self, heads: int, features: int):
-        super().__init__()
-        self.heads = heads
-        self.weight = nn.Parameter(torch.ones(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = x.unflatten(-1, (self.heads, -1))
-        return F.rms_norm(parts, parts.shape[-1:], eps=1e-6).flatten(-2) * self.weight
-
-
-class HeadsLinear(nn.Module):
-    """A linear map of its own for each head: (N, H * a) -> (N, H * b)."""
-
-    def __init__(self, heads: int, inputs: int, outputs: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(heads, inputs, outputs))
-        self.bias = nn.Parameter(torch.zeros(heads, 1, outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(-1, (len(self.weight), -1)).transpose(0, 1)
-        return (x @ self.weight + self.bias).transpose(0, 1).flatten(1)
-
-
-class QueryNetwork(nn.Module):
-    """A token's query for each head, normalised: (N, d) -> (N, H, q)."""
-
-    def __init__(self, dim: int, heads: int, size: int, hidden: list[int], norm: str):
-        super().__init__()
-        self.heads = heads
-        sizes = [*hidden, size]
-        self.first = nn.Linear(dim, heads * sizes[0])
-        self.deeper = nn.ModuleList(HeadsLinear(heads, a, b) for a, b in pairwise(sizes))
-        self.norm: nn.Module = nn.Identity()
-        if norm == "batch":
-            self.norm = BatchNorm(heads * size)
-        elif norm == "rms":
-            self.norm = HeadsRMSNorm(heads, heads * size)
-        elif norm != "none":
-            self.norm = HeadsLayerNorm(heads * (2 if norm == "layer_halves" else 1), heads * size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        for layer in self.deeper:
-            h = layer(F.relu(h))
-        return self.norm(h.to(wide(h.dtype))).unflatten(-1, (self.heads, -1))
-
-
-class Keys(nn.Module):
-    """Product keys, weight (H, 2, C, q / 2): slot i * C + j has sub-keys i and j; or flat keys, weight (H, K, q).
-
-    shared        one set for all heads: 1 in place of H
-    normalised    each key, or sub-key, by its root mean square, times a gain for every feature
-    """
-
-    def __init__(self, heads: int, sub_keys: int | None, slots: int, size: int, shared: bool, normalised: bool):
-        super().__init__()
-        sets, self.heads, self.sub_keys = 1 if shared else heads, heads, sub_keys
-        shape = (sets, slots, size) if sub_keys is None else (sets, 2, sub_keys, size // 2)
-        self.weight = nn.Parameter(torch.zeros(shape))
-        self.gain = nn.Parameter(torch.ones(sets * size)) if normalised else None
-
-    def vectors(self) -> Tensor:
-        """As queries are compared with them, one set a head."""
-        weight: Tensor = self.weight
-        if self.gain is not None:
-            size = weight.shape[-1]
-            gain = self.gain.view((-1, 1, size) if self.sub_keys is None else (-1, 2, 1, size))
-            weight = F.rms_norm(weight, (size,), eps=1e-6) * gain
-        return weight.expand(self.heads, *weight.shape[1:])
-
-    def forward(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """query (N, H, q) -> the k best slots of each head (N, H, k) and their scores (N, H, k), best first."""
-        weight = self.vectors().to(query.dtype)
-        if self.sub_keys is None:
-            scores, slots = torch.einsum("nhq,hkq->nhk", query, weight).topk(k, dim=-1)
-            return slots, scores
-        halves = torch.einsum("nhsq,hscq->nhsc", query.unflatten(-1, (2, -1)), weight)
-        best, sub_keys = halves.topk(k, dim=-1)
-        sums = best[:, :, 0].unsqueeze(-1) + best[:, :, 1].unsqueeze(-2)
-        scores, pairs = sums.flatten(-2).topk(k, dim=-1)
-        first, second = sub_keys[:, :, 0].gather(-1, pairs // k), sub_keys[:, :, 1].gather(-1, pairs % k)
-        return first * self.sub_keys + second, scores
-
-
-class SlotExperts(nn.Module):
-    """Each slot a network of one hidden unit (PEER: He, 2024): act(u . x), by which its value is multiplied."""
-
-    def __init__(self, activation: str, slots: int, dim: int, like: SlotExperts | None):
-        super().__init__()
-        of_name: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-        self.activation = of_name[activation]
-        if like is None:
-            self.down = nn.Embedding(slots, dim)
-        else:
-            object.__setattr__(self, "down", like.down)
-
-    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x (N, d), slots (N, J) -> (N, J)."""
-        rows = self.down(slots).to(wide(x.dtype))
-        return self.activation((rows @ x.to(rows.dtype).unsqueeze(-1)).squeeze(-1))
-
-
-class SiluGate(nn.Module):
-    """W2 (y * silu(W1 x + b1)) + b2 of what was read y (Memory Layers at Scale, 2024)."""
-
-    def __init__(self, width: int, dim: int):
-        super().__init__()
-        self.gate, self.project = nn.Linear(dim, width), nn.Linear(width, dim)
-
-    def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        return self.project(y * F.silu(self.gate(x)))
-
-
-class Projection(nn.Module):
-    """A linear map of what was read y to the model's width."""
-
-    def __init__(self, width: int, dim: int):
-        super().__init__()
-        self.project = nn.Linear(width, dim, bias=False)
-
-    def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        return self.project(y)
-
-
-class Memory(nn.Module):
-    """The sum over heads of the values of the k slots whose keys fit best, weighted by the softmax of their scores."""
-
-    def __init__(self, settings: dict[str, Any], dim: int, like: Memory | None):
-        """like    a memory whose tables this one reads too: they stay its parts"""
-        super().__init__()
-        self.place, self.knn, heads, query = settings["place"], settings["knn"], settings["heads"], settings["query"]
-        slots = settings["slots"] or settings["sub_keys"] ** 2
-        self.query = QueryNetwork(dim, heads, query["dim"], query["hidden"], query["norm"])
-        shared, normalised = settings["keys_shared_by_heads"], settings["keys_norm"] == "rms"
-        self.keys = Keys(heads, settings["sub_keys"], slots, query["dim"], shared, normalised)
-        if like is None:
-            self.values = nn.Embedding(slots, settings["values_dim"] or dim)
-        else:
-            object.__setattr__(self, "values", like.values)
-        self.read: SlotExperts | None = None
-        if settings["read"] == "experts":
-            self.read = SlotExperts(settings["activation"], slots, dim, None if like is None else like.read)
-        self.output: SiluGate | Projection | None = None
-        if settings["gate"] == "silu":
-            self.output = SiluGate(settings["values_dim"] or dim, dim)
-        elif settings["values_dim"] is not None:
-            self.output = Projection(settings["values_dim"], dim)
-
-    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
-        """x (B, T, d), real (B, T) bool, False for padding, which reads nothing -> (B, T, d)."""
-        tokens = x.flatten(0, 1) if real is None else x[real]
-        slots, scores = self.keys(self.query(tokens), self.knn)
-        table = self.values.weight
-        weights, slots = scores.softmax(-1).flatten(1), slots.flatten(1)
-        if self.read is not None:
-            weights = weights * self.read(tokens, slots)
-        y = F.embedding_bag(slots, table, per_sample_weights=weights.to(table.dtype), mode="sum").to(x.dtype)
-        if self.output is not None:
-            y = self.output(y, tokens)
-        return y.view(x.shape) if real is None else torch.zeros_like(x).masked_scatter(real.unsqueeze(-1), y)
-
-
 class Block(nn.Module):
     """Attention, then a feed-forward network, a memory, or both; each sublayer in a residual sum with a norm."""
 
     def __init__(self, config: PkmConfig, layer: int, first: dict[int, Memory]):
         """layer    counted from 0
-        first    of the memories that share tables the one that has them, which is added here if it is missing
+        first    of each section whose memories share tables the one that has them; it grows
         """
         super().__init__()
         dim, memories = config.hidden_size, config.memories.get(str(layer + 1), {})
@@ -363,20 +173,28 @@ class Block(nn.Module):
         elif "replace" not in self.names:
             self.feed_forward = FeedForward(config)
         for name, settings in memories.items():
-            shares = settings["shares"]
-            memory = Memory(settings, dim, None if shares is None else first.get(shares))
+            memory = Memory(settings, dim, first.get(settings["section"]))
             setattr(self, name, memory)
-            if shares is not None:
-                first.setdefault(shares, memory)
+            if settings["share_values"]:
+                first.setdefault(settings["section"], memory)
         self.norms = nn.ModuleList(build_norm(config, dim) for _ in range(3 if "after" in self.names else 2))
 
     def forward(
-        self, x: Tensor, angles: Tensor | None, visible: Callable[[int], Tensor], real: Tensor | None, past: Any
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        visible: Callable[[int], Tensor],
+        real: Tensor | None,
+        back: Tensor | None,
+        past: Any,
     ) -> Tensor:
+        """real, back    as a Memory takes them"""
+        if "before" in self.names:
+            x = x + F.dropout(self._memory("before", x, real, back), self.dropout, self.training)
         x = self._sublayer(0, x, lambda h: self.attention(h, angles, visible, past))
-        x = self._sublayer(1, x, lambda h: self._feed_forward(h, real))
+        x = self._sublayer(1, x, lambda h: self._feed_forward(h, real, back))
         if "after" in self.names:
-            x = self._sublayer(2, x, lambda h: self._memory("after", h, real))
+            x = self._sublayer(2, x, lambda h: self._memory("after", h, real, back))
         return x
 
     def _sublayer(self, i: int, x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -384,12 +202,12 @@ class Block(nn.Module):
         y = F.dropout(of(norm(x) if self.pre_norm else x), self.dropout, self.training)
         return x + y if self.pre_norm else norm(x + y)
 
-    def _feed_forward(self, x: Tensor, real: Tensor | None) -> Tensor:
-        y = self._memory("replace", x, real) if self.feed_forward is None else self.feed_forward(x)
-        return y + self._memory("beside", x, real) if "beside" in self.names else y
+    def _feed_forward(self, x: Tensor, real: Tensor | None, back: Tensor | None) -> Tensor:
+        y = self._memory("replace", x, real, back) if self.feed_forward is None else self.feed_forward(x)
+        return y + self._memory("beside", x, real, back) if "beside" in self.names else y
 
-    def _memory(self, place: str, x: Tensor, real: Tensor | None) -> Tensor:
-        return getattr(self, self.names[place])(x, real)
+    def _memory(self, place: str, x: Tensor, real: Tensor | None, back: Tensor | None) -> Tensor:
+        return getattr(self, self.names[place])(x, real, back)
 
 
 class PkmPreTrainedModel(PreTrainedModel):
@@ -399,9 +217,17 @@ class PkmPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Of a model that is made from a config alone: matrices and tables N(0, 1 / inputs), norms 1 and 0."""
+        """Of a model that is made from a config alone: matrices and tables N(0, 1 / inputs), norms 1 and 0, keys of norm 1."""
         for name, p in module.named_parameters(recurse=False):
-            if isinstance(module, nn.LayerNorm | nn.RMSNorm | BatchNorm | HeadsLayerNorm | HeadsRMSNorm) or p.ndim < 2:
+            if name == "gain":
+                nn.init.constant_(p, module.get_parameter("weight").shape[-1] ** -0.5)
+            elif name == "scale":
+                nn.init.constant_(p, 0.1)
+            elif name == "cores":
+                nn.init.uniform_(p)
+            elif (
+                isinstance(module, nn.LayerNorm | nn.RMSNorm | BatchNorm | HeadsLayerNorm | HeadsRMSNorm) or p.ndim < 2
+            ):
                 nn.init.constant_(p, 1.0 if name == "weight" else 0.0)
             else:
                 nn.init.normal_(p, std=p.shape[-1] ** -0.5)
@@ -411,7 +237,12 @@ class PkmPreTrainedModel(PreTrainedModel):
 
 
 class PkmForCausalLM(PkmPreTrainedModel, GenerationMixin):
-    """ids -> logits of the next ids. The weights of the token embeddings are the output's too, or there are two of them."""
+    """ids -> logits of the next ids. The weights of the token embeddings are the output's too, or there are two of them.
+
+    canonical    (V,), where there are n-gram memories: ids that read alike have one number
+    """
+
+    canonical: Tensor
 
     def __init__(self, config: PkmConfig):
         super().__init__(config)
@@ -425,6 +256,10 @@ class PkmForCausalLM(PkmPreTrainedModel, GenerationMixin):
         self.final_norm = build_norm(config, dim) if block["norm"] == "pre" else nn.Identity()
         self.output = None if config.tie_word_embeddings else nn.Embedding(config.vocab_size, dim)
         self.output_bias = nn.Parameter(torch.zeros(config.vocab_size)) if block["bias"] else None
+        orders = [n for here in config.memories.values() for m in here.values() if "rows" in m for n in m["orders"]]
+        self.longest = max(orders, default=0)
+        if self.longest:
+            self.register_buffer("canonical", torch.arange(config.vocab_size))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -471,12 +306,13 @@ class PkmForCausalLM(PkmPreTrainedModel, GenerationMixin):
             position_ids = own
             if attention_mask is not None:
                 position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, first:]
+        back = self._looking_back(input_ids, real, cache) if self.longest else None
         x = self._with_positions(x, position_ids)
         angles, visible = self._angles(position_ids), self._visible(own, attention_mask)
         x = F.dropout(self.embedding_norm(x), self.config.block["dropout"], self.training)
         states = [x]
         for block in self.blocks:
-            x = block(x, angles, visible, real, cache)
+            x = block(x, angles, visible, real, back, cache)
             states.append(x)
         states[-1] = x = self.final_norm(x)
         logits = self._logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
@@ -494,6 +330,25 @@ class PkmForCausalLM(PkmPreTrainedModel, GenerationMixin):
         if int(position_ids.max()) >= longest:
             raise ValueError(f"the model has learned positions of {longest} tokens: give it no more at once")
         return x + self.positions(position_ids)
+
+    def _looking_back(self, input_ids: Tensor | None, real: Tensor | None, cache: Any) -> Tensor:
+        """What n-grams are looked up by, (B, T, longest order): of each token its own canonical id and those before it.
+
+        The cache keeps ids as a layer of its own after the blocks', so that beams and cropping find them too.
+        """
+        if input_ids is None:
+            raise ValueError("the model looks up n-grams of ids: give it input_ids, not inputs_embeds alone")
+        nothing, seen = self.canonical[NOTHING], self.canonical[input_ids]
+        if real is not None:
+            seen = seen.masked_fill(~real, nothing)
+        if cache is not None:
+            if len(cache.layers) == len(self.blocks):
+                cache.layers.append(DynamicLayer())
+            column = seen.unsqueeze(1).unsqueeze(-1)
+            seen = cache.update(column, column[..., :0], len(self.blocks))[0].flatten(1)
+        before = nothing.expand(len(seen), self.longest - 1)
+        seen = torch.cat([before, seen], 1)[:, -(input_ids.shape[1] + self.longest - 1) :]
+        return seen.unfold(1, self.longest, 1).flip(-1)
 
     def _angles(self, position_ids: Tensor) -> Tensor | None:
         if self.config.block["positions"] != "rotary":
