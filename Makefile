@@ -16,8 +16,8 @@ quickstart: $(READY)
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-# One worker a core; each test computes on one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# A worker more than there are cores, since many tests wait for programs that they start; each computes on one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$($(BIN)/python -c 'import os; print(os.cpu_count())') + 1)) --dist worksteal
 
 test: $(TESTS) lint
 	$(PYTEST)

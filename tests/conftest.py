@@ -35,11 +35,20 @@ SLOW = (
 )  # fmt: skip
 
 
+# Single tests of minutes, in Triton's interpreter and compiler: were they not begun first, the others would wait for them at the end.
+LONG = ("memory/test_triton.py", "memory/test_triton_compiles.py", "train/test_no_wait.py")
+
+
 def pytest_collection_modifyitems(items):
-    """Marks what `make test-fast` leaves out."""
+    """Marks what `make test-fast` leaves out, and puts the longest tests first."""
+
+    def stands_in(item, places):
+        return item.path.relative_to(Path(__file__).parent).as_posix().startswith(places)
+
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW):
+        if stands_in(item, SLOW):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: not stands_in(item, LONG))
 
 
 @pytest.fixture(scope="session")
