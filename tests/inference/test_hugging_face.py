@@ -138,6 +138,7 @@ for line in sys.stdin:
     with contextlib.redirect_stdout(sys.stderr):
         model.save_pretrained(asked["again"], max_shard_size="3KB")
         tokenizer.save_pretrained(asked["again"])
+    found["bf16"] = bool(model.bfloat16()(ids).logits.isfinite().all())
     print(json.dumps(found), flush=True)
 """
 IDS = torch.randint(14, 50, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -187,7 +188,7 @@ def assert_the_same(trained, found):
     torch.testing.assert_close(torch.tensor(found["padded"]), short, rtol=1e-5, atol=1e-5)
     assert found["cache True"] == found["cache False"] and found["beams, cache True"] == found["beams, cache False"]
     assert found["padded, cache True"] == found["padded, cache False"] == found["alone"]
-    assert found["told"] == {} and found["moves"]
+    assert found["told"] == {} and found["moves"] and found["bf16"]
     encoder = trained.corpus.encoder()
     for text, ids_there, text_there in zip(TEXTS, found["ids"], found["texts"], strict=True):
         here = array("I")

@@ -30,7 +30,9 @@ class BatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)  # type: ignore[arg-type]
+        h = x.to(self.weight.dtype)
+        h = F.batch_norm(h, self.running_mean, self.running_var, self.weight, self.bias, self.training)  # type: ignore[arg-type]
+        return h.to(x.dtype)
 
 
 class HeadsLayerNorm(nn.Module):
