@@ -20,6 +20,7 @@ from pkm import files
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.run.services import Forwarder, numbers
+from pkm.run.status import State
 
 Kind = Literal["train", "valid", "test", "event"]
 FILE = "metrics.jsonl"
@@ -98,11 +99,11 @@ class Metrics:
                 file.close()
         self._file = None
 
-    def finish(self, failed: bool) -> None:
+    def finish(self, state: State) -> None:
         """Close the files, and end the run with the services that know of it."""
         self.close()
         for forwarder in self._forwarders if self._forwarding else ():
-            forwarder.finish(failed)
+            forwarder.finish(state)
 
     def _begin_forwarding(self) -> None:
         """With what there is before the first record of this process is written, or the first is cut."""

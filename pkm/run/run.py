@@ -113,7 +113,8 @@ class Run:
             with suppress(UserError, RuntimeError):
                 self.checkpoints.wait()
         with suppress(OSError):
-            self.metrics.finish(failed=error is not None)
+            stopped = read_status(self.directory).get("state") == "stopped"
+            self.metrics.finish("failed" if error is not None else "stopped" if stopped else "finished")
         self._lock.release()
         self._peers.leave(goodbye=error is None)
         if lost:

@@ -1,9 +1,9 @@
 """Weights & Biases and MLflow: the records of a run, sent on while it goes.
 
 Everything happens in a thread of its own, and an error there is a warning: a service that is slow, full or gone neither stops
-a run nor makes it wait. A run's id with a service lies in its directory, so that a resumed run goes on there; what it takes
-again, from its checkpoint to where it had been, comes out the same and is not sent twice. A service that is switched on later
-gets the records of before, too.
+a run nor makes it wait. A run's id with a service, and how far it has been sent, lie in its directory, so that a resumed run
+goes on there; what it takes again, from its checkpoint to where it had been, comes out the same and is not sent twice. A service
+that is switched on later, or had not got all when a run was killed, gets the records of before, too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pkm.config.load import flatten
 from pkm.config.schema import Config, MlflowConfig, WandbConfig
 from pkm.errors import UserError
 from pkm.files import atomic_write, read_json
+from pkm.run.status import State
 
 PATIENCE = 60.0
 """Seconds that a run's end waits for what is not sent yet."""
@@ -37,7 +38,8 @@ class Service(Protocol):
 
     def add(self, record: Record) -> None: ...
 
-    def finish(self, failed: bool) -> None: ...
+    def finish(self, state: State) -> None:
+        """End the run there; one that was stopped may go on later."""
 
 
 class Wandb:
@@ -66,8 +68,10 @@ class Wandb:
         texts = {f"{record['kind']}/sample": sample(record)} if "sample" in record else {}
         self.run.log({"step": record["step"], **dict(numbers(record["kind"], record)), **texts})
 
-    def finish(self, failed: bool) -> None:
-        self.run.finish(exit_code=int(failed))
+    def finish(self, state: State) -> None:
+        if state == "stopped":
+            self.run.mark_preempting()
+        self.run.finish(exit_code=int(state != "finished"))
 
 
 class Mlflow:
@@ -81,6 +85,7 @@ class Mlflow:
     def start(self, directory: Path, config: Config, known: str | None) -> str:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
+        from mlflow.tracking.context.registry import resolve_tags
 
         uri = self.settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or (config.runs / "mlruns").resolve().as_uri()
         if uri.startswith("file:"):
@@ -93,7 +98,7 @@ class Mlflow:
         name = self.settings.experiment
         found = self.client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self.client.create_experiment(name)
-        self.id = self.client.create_run(experiment, run_name=config.name).info.run_id
+        self.id = self.client.create_run(experiment, tags=resolve_tags(), run_name=config.name).info.run_id
         settings = flatten(config.model_dump(mode="json"))
         parameters = [Param(key, str(value)[:6000]) for key, value in settings.items()]
         for first in range(0, len(parameters), 100):  # as many as MLflow takes at once
@@ -110,8 +115,8 @@ class Mlflow:
         if "sample" in record:
             self.client.log_text(self.id, sample(record), f"samples/step-{step:07d}.txt")
 
-    def finish(self, failed: bool) -> None:
-        self.client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
+    def finish(self, state: State) -> None:
+        self.client.set_terminated(self.id, {"finished": "FINISHED", "stopped": "KILLED"}.get(state, "FAILED"))
 
 
 class Forwarder:
@@ -120,48 +125,56 @@ class Forwarder:
     def __init__(self, service: Service, directory: Path, config: Config, say: Callable[[str], None]):
         self.service, self.directory, self.config, self.say = service, directory, config, say
         self.file = directory / f"{service.name}.json"
-        self._waiting: queue.SimpleQueue[Record | bool] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Record | State] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._sent: dict[str, int] = {}
+        self._taken: dict[str, int] = {}
+        """Of each kind the last step that was sent or waits."""
 
     def begin(self, before: Sequence[Record]) -> None:
         """To be called once, before the first `add`; before: the records that there are already."""
-        known = (read_json(self.file) or {}).get("id")
-        if known is not None:
-            for record in before:
-                self._sent[record["kind"]] = max(self._sent.get(record["kind"], -1), record["step"])
-        self._thread = threading.Thread(target=self._send, args=(known,), name=self.service.name, daemon=True)
+        known = read_json(self.file) or {}
+        self._taken = dict(known.get("sent", {}))
+        arguments = known.get("id"), dict(self._taken)
+        self._thread = threading.Thread(target=self._send, args=arguments, name=self.service.name, daemon=True)
         self._thread.start()
-        if known is None:
-            for record in before:
-                self._waiting.put(record)
+        for record in before:
+            self.add(record)
 
     def add(self, record: Record) -> None:
-        if record["step"] > self._sent.get(record["kind"], -1):
+        if record["step"] > self._taken.get(record["kind"], -1):
+            self._taken[record["kind"]] = record["step"]
             self._waiting.put(record)
 
-    def finish(self, failed: bool) -> None:
+    def finish(self, state: State) -> None:
         """Wait until all is sent, for PATIENCE at most."""
         if self._thread is not None:
-            self._waiting.put(failed)
+            self._waiting.put(state)
             self._thread.join(PATIENCE)
             if self._thread.is_alive():
                 self.say(f"warning: {self.service.name} has not taken all in {PATIENCE:g} s; the run ends without it")
 
-    def _send(self, known: str | None) -> None:
+    def _send(self, known: str | None, sent: dict[str, int]) -> None:
         try:
             found = self.service.start(self.directory, self.config, known)
-            atomic_write(self.file, json.dumps({"id": found}) + "\n")
+            self._keep(found, sent)
             self.say(f"{self.service.name}: {self.service.where}")
             while True:
                 item = self._waiting.get()
-                if isinstance(item, bool):
+                if isinstance(item, str):
+                    self._keep(found, sent)
                     return self.service.finish(item)
                 self.service.add(item)
+                sent[item["kind"]] = item["step"]
+                if self._waiting.empty():
+                    self._keep(found, sent)
         except BaseException as error:
             reason = " ".join(str(error).split())[:300] or "no reason given"
             why = f"{type(error).__name__}: {reason}"
             self.say(f"warning: nothing more is sent to {self.service.name} ({why}); the run goes on")
+
+    def _keep(self, known: str, sent: dict[str, int]) -> None:
+        """For the process that resumes the run."""
+        atomic_write(self.file, json.dumps({"id": known, "sent": sent}) + "\n")
 
 
 def build_services(config: Config) -> list[Service]:

@@ -13,6 +13,7 @@ from pkm.errors import UserError
 from pkm.run import services
 from pkm.run.metrics import Metrics, read
 from pkm.run.services import Forwarder
+from pkm.run.stop import STOP_FILE
 from tests.support.tiny import tiny_config
 
 
@@ -93,13 +94,13 @@ class Fake:
     def add(self, record):
         self._do("add", (record["kind"], record["step"]))
 
-    def finish(self, failed):
-        self._do("finish", ("finish", failed))
+    def finish(self, state):
+        self._do("finish", ("finish", state))
 
 
 @pytest.fixture
 def watched(tmp_path):
-    def go(service, steps, cut=None, failed=False):
+    def go(service, steps, cut=None, state="finished"):
         said = []
         metrics = Metrics(tmp_path, False, forwarders=[Forwarder(service, tmp_path, tiny_config(), said.append)])
         if cut is not None:
@@ -107,7 +108,7 @@ def watched(tmp_path):
         for step in steps:
             metrics.write(step, "train", loss=1.0)
             metrics.write(step, "valid", loss=1.0) if step % 2 == 0 else None
-        metrics.finish(failed)
+        metrics.finish(state)
         return said
 
     return go
@@ -115,17 +116,43 @@ def watched(tmp_path):
 
 def test_what_a_resumed_run_takes_again_is_not_sent_again(watched):
     first, second = Fake(), Fake()
-    watched(first, [1, 2, 3], failed=True)
-    assert first.told == [("start", None), ("train", 1), ("train", 2), ("valid", 2), ("train", 3), ("finish", True)]
+    watched(first, [1, 2, 3], state="failed")
+    assert first.told == [("start", None), ("train", 1), ("train", 2), ("valid", 2), ("train", 3), ("finish", "failed")]
     watched(second, [2, 3, 4], cut=1)
-    assert second.told == [("start", "new"), ("train", 4), ("valid", 4), ("finish", False)]
+    assert second.told == [("start", "new"), ("train", 4), ("valid", 4), ("finish", "finished")]
+
+
+def test_what_a_service_had_not_got_when_a_run_was_killed_it_gets_from_the_run_that_resumes_it(watched, monkeypatch):
+    gone = threading.Event()
+    first, second = Fake(), Fake()
+    monkeypatch.setattr(first, "finish", lambda state: None)
+    watched(first, [1, 2])
+    monkeypatch.setattr(services, "PATIENCE", 0.1)
+    watched(Fake(hangs=gone), [3, 4])  # it takes none of these, and the process ends
+    watched(second, [2, 3, 4, 5], cut=1)
+    gone.set()
+    told = [("train", 3), ("train", 4), ("valid", 4), ("train", 5)]
+    assert second.told == [("start", "new"), *told, ("finish", "finished")]
+
+
+def test_a_run_that_was_stopped_is_not_finished_at_mlflow(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    log = {"mlflow": {"uri": (tmp_path / "server").as_uri(), "experiment": "e"}}
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / STOP_FILE).touch()
+    train(log=log)
+    client = MlflowClient(log["mlflow"]["uri"])
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert run.info.status == "KILLED" and run.data.tags["mlflow.user"]
+    train(log=log)
+    assert client.get_run(run.info.run_id).info.status == "FINISHED"
 
 
 def test_a_service_that_is_switched_on_later_gets_what_was_before(tmp_path, watched):
     Metrics(tmp_path, False).write(1, "train", loss=2.0)
     service = Fake()
     watched(service, [2], cut=1)
-    assert service.told == [("start", None), ("train", 1), ("train", 2), ("valid", 2), ("finish", False)]
+    assert service.told == [("start", None), ("train", 1), ("train", 2), ("valid", 2), ("finish", "finished")]
 
 
 @pytest.mark.parametrize("where", ("start", "add", "finish"))
