@@ -4,6 +4,8 @@ Everything happens in a thread of its own, and an error there is a warning: a se
 a run nor makes it wait. A run's id with a service, and how far it has been sent, lie in its directory, so that a resumed run
 goes on there; what it takes again, from its checkpoint to where it had been, comes out the same and is not sent twice. A service
 that is switched on later, or had not got all when a run was killed, gets the records of before, too.
+
+W&B takes a record before its own process has written it: of a killed run it may lack the last ones.
 """
 
 from __future__ import annotations
