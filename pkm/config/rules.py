@@ -277,6 +277,18 @@ OF_A_MEMORY: list[tuple[str, Callable[[Config, Any], bool], Callable[[Config, An
         "choose replace, beside or after",
     ),
     (
+        "skip",
+        lambda c, m: m.skip > 0 and m.place != "beside",
+        lambda c, m: f"a memory with place: {m.place} is added where it stands",
+        "choose place: beside, or leave skip out",
+    ),
+    (
+        "skip",
+        lambda c, m: m.skip > 0 and max((0, *c.layers_of(m))) <= c.model.layers < max((0, *c.layers_of(m))) + m.skip,
+        lambda c, m: f"{m.skip} blocks after layer {max(c.layers_of(m))} there is none: the model has {c.model.layers}",
+        "choose a smaller skip, or earlier layers",
+    ),
+    (
         "orders",
         lambda c, m: m.keys == "ngram" and (not m.orders or list(m.orders) != sorted(set(m.orders))),
         lambda c, m: f"{list(m.orders)} is not in ascending order without repeats, or empty",

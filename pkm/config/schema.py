@@ -200,6 +200,9 @@ class MemoryConfig(Part):
     place: Literal["replace", "beside", "after", "before"] = "replace"
     """In place of the block's feed-forward network, added to its output, a sublayer of its own after it, or, of n-grams, added
     to what the block gets."""
+    skip: Natural = 0
+    """beside: blocks after its own in which its output waits before it is added, as in UltraMem, whose 3:7 (from 0) is layers: [4],
+    skip: 4."""
     kernels: Literal["auto", "reference", "triton", "faiss"] = "auto"
     """Who searches and reads: auto takes the fastest that the device and the shapes allow."""
 

@@ -205,7 +205,8 @@ def row(m: MemoryConfig, d: int) -> int:
 
 def kept_bytes(m: MemoryConfig, d: int, product: int) -> int:
     """Bytes of one token that backward needs; `product` is a number's as products of matrices give it."""
-    return sum(part.kept * product + part.kept_fp32 * FP32 for part in parts(m, d))
+    again = d * product if m.skip else 0  # its input, normalised apart from the feed-forward network's
+    return again + sum(part.kept * product + part.kept_fp32 * FP32 for part in parts(m, d))
 
 
 def table_rows(m: MemoryConfig, memories: int) -> int:

@@ -93,7 +93,7 @@ def _rows_of_a_memory(config: Config, m: MemoryConfig) -> list[Row]:
         keys += f" x {m.expansion}"
     return [
         ("memory at layers", layers, {"replace": "in place of the feed-forward network", "beside": "beside the feed-forward "
-         "network", "after": "after the feed-forward network", "before": "added to what the block gets"}[m.place]),
+         "network", "after": "after the feed-forward network", "before": "added to what the block gets"}[m.place] + (f", added {m.skip} blocks later" if m.skip else "")),
         ("slots of a memory", keys, f"{_address(m)}, kernels: {m.kernels}"),
         ("bytes per slot", f"{bytes_per_slot(config, m):,}", f"value {config.optim.values.dtype}, Adam's moments "
          f"{config.optim.values.state_dtype}, update: {config.optim.values.update}{_of_values(m)}"),

@@ -5,7 +5,8 @@ Shapes: B windows, T tokens of context, d model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,9 @@ class Block(nn.Module):
     """Attention, then a feed-forward network, a memory, or both; each sublayer in a residual sum with a norm.
 
     post-norm (XLM): x <- norm(x + f(x));  pre-norm: x <- x + f(norm(x)). A memory of n-grams before all: x <- x + m(x).
+
+    skip    after how many more blocks the output of a memory beside the feed-forward network joins the stream (UltraMem, 2024);
+            0 = here
     """
 
     def __init__(self, config: Config, layer: int, first: dict[MemoryConfig, MemoryLayer]):
@@ -65,6 +69,7 @@ class Block(nn.Module):
         super().__init__()
         dim, memories = config.model.dim, config.memories_at(layer)
         self.names: dict[str, str] = {m.place: name for name, m in memories.items()}
+        self.skip = max((m.skip for m in memories.values()), default=0)
         self.pre_norm = config.model.norm == "pre"
         self.attention = Attention(config.model)
         self.feed_forward: FeedForward | Experts | None = None
@@ -84,18 +89,29 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, mask: Tensor | None, places: Places, past: Past | None = None, layer: int = 0
-    ) -> Tensor:
-        """x (B, T, d); mask (B, T) bool, True for tokens that are not padding, or None if none are; the rest as Attention's."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, T, d) -> (B, T, d), and what is to `join` it later, if anything is.
+
+        mask    (B, T) bool, True for tokens that are not padding, or None if none are; the rest as Attention's
+        """
         back = places.back
         if "before" in self.names:
             x = x + drop(self._memory("before", x, mask, x, back), self.dropout, self.training)
         x = self._sublayer(0, x, lambda h: self.attention(h, places, past, layer))
+        late = None
+        if self.skip:
+            late = self._at("beside")(self.norms[1](x) if self.pre_norm else x, mask, back)
         residual = x
         x = self._sublayer(1, x, lambda h: self._feed_forward(h, mask, residual, back))
         if "after" in self.names:
             after = x
             x = self._sublayer(2, x, lambda h: self._memory("after", h, mask, after, back))
-        return x
+        return x, late
+
+    def join(self, x: Tensor, late: Tensor) -> Tensor:
+        """The stream (B, T, d) `skip` blocks later, with what this block's memory gave."""
+        self._measure("beside", late, x)
+        return x + drop(late, self.dropout, self.training)
 
     def _sublayer(self, i: int, x: Tensor, f) -> Tensor:  # type: ignore[no-untyped-def]
         norm = self.norms[i]
@@ -107,14 +123,23 @@ class Block(nn.Module):
             y = self._memory("replace", x, mask, residual, back)
         else:
             y = self.feed_forward(x, mask) if isinstance(self.feed_forward, Experts) else self.feed_forward(x)
-        return y + self._memory("beside", x, mask, residual, back) if "beside" in self.names else y
+        if "beside" in self.names and not self.skip:
+            y = y + self._memory("beside", x, mask, residual, back)
+        return y
 
     def _memory(self, place: str, x: Tensor, mask: Tensor | None, residual: Tensor, back: Back | None) -> Tensor:
+        y: Tensor = self._at(place)(x, mask, back)
+        self._measure(place, y, residual)
+        return y
+
+    def _at(self, place: str) -> MemoryLayer:
         memory: MemoryLayer = getattr(self, self.names[place])
-        y: Tensor = memory(x, mask, back)
+        return memory
+
+    def _measure(self, place: str, y: Tensor, residual: Tensor) -> None:
+        memory = self._at(place)
         if memory.record:
             memory.squares = y.detach().float().square().mean(), residual.detach().float().square().mean()
-        return y
 
 
 class Transformer(nn.Module):
@@ -139,7 +164,8 @@ class Transformer(nn.Module):
         self.positions = nn.Embedding(self.context, model.dim) if model.positions == "learned" else None
         self.embedding_norm = build_norm(model, model.dim) if model.embedding_norm else nn.Identity()
         first: dict[MemoryConfig, MemoryLayer] = {}
-        self.blocks = nn.ModuleList(Block(config, layer, first) for layer in range(1, model.layers + 1))
+        blocks = nn.ModuleList(Block(config, layer, first) for layer in range(1, model.layers + 1))
+        self.blocks = cast(Sequence[Block], blocks)  # a ModuleList does not say of what
         self.longest = max((order for m in config.memories if m.keys == "ngram" for order in m.orders), default=0)
         if self.longest:
             found = torch.from_numpy(canonical_ids(vocab)) if isinstance(vocab, Vocab) else torch.arange(vocab_size)
@@ -165,7 +191,7 @@ class Transformer(nn.Module):
     def memories(self) -> Iterator[tuple[MemoryName, MemoryLayer]]:
         """(name, memory), in order: the layer counted from 1, and of a further one in a block the layer and its place."""
         for layer, block in enumerate(self.blocks, start=1):
-            for place, name in block.names.items():  # type: ignore[union-attr, operator]
+            for place, name in block.names.items():
                 yield layer if name == "memory" else f"{layer} {place}", getattr(block, name)
 
     def memory(self, name: MemoryName) -> MemoryLayer:
@@ -210,13 +236,18 @@ class Transformer(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         x = drop(self.embedding_norm(x), self.config.dropout, self.training)
+        waiting: dict[int, list[tuple[Block, Tensor]]] = {}  # by the block after which they join
         for layer, block in enumerate(self.blocks):
             if past is not None:
-                x = block(x, mask, places, past, layer)
+                x, late = block(x, mask, places, past, layer)
             elif self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, mask, places, use_reentrant=False)
+                x, late = checkpoint(block, x, mask, places, use_reentrant=False)
             else:
-                x = block(x, mask, places)
+                x, late = block(x, mask, places)
+            if late is not None:
+                waiting.setdefault(layer + block.skip, []).append((block, late))
+            for earlier, late in waiting.pop(layer, ()):
+                x = earlier.join(x, late)
         if past is not None:
             past.length += ids.shape[1]
         return self.final_norm(x)

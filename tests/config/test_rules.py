@@ -63,6 +63,8 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("memory.input_dim", ["memory.input_dim=32"]),
     ("memory.kernels", ["memory.keys=tucker", "memory.kernels=faiss"]),
     ("memory.place", ["memory.place=before"]),
+    ("memory.skip", ["memory.skip=1"]),
+    ("memory.skip", ["memory.place=beside", "memory.skip=2"]),
     ("memory.orders", [*NGRAM, "memory.orders=[3, 2]"]),
     ("memory.read", [*NGRAM, "memory.read=experts"]),
     ("memory.keys_norm", [*NGRAM, "memory.keys_norm=rms"]),

@@ -299,10 +299,10 @@ def test_a_full_disk_is_said_and_leaves_nothing(train, tmp_path):
     assert not list(tmp_path.glob("*full*"))
 
 
-def test_every_setting_and_kind_is_written_but_for_convolutions():
+def test_every_setting_and_kind_is_written_but_for_convolutions_and_skips():
     """A new one is refused by name until someone puts it into the written model's files and into these sets."""
     assert set(ModelConfig.model_fields) == export.MODEL
-    assert set(MemoryConfig.model_fields) - export.MEMORY == {"convolution"}
+    assert set(MemoryConfig.model_fields) - export.MEMORY == {"convolution", "skip"}
     assert set(QueryConfig.model_fields) == export.QUERY
     for kind, known in {"keys": KEYS, "read": READS, "gate": GATES}.items():
         assert set(known) == export.KINDS[f"memory.{kind}"]

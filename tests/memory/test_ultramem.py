@@ -7,11 +7,13 @@ import torch
 
 from pkm.config.schema import MemoryConfig, QueryConfig
 from pkm.device import decide
+from pkm.inference.generate import Reader
 from pkm.memory.layer import MemoryLayer
 from pkm.memory.query import Query
 from pkm.memory.tucker import TuckerKeys, values_std
 from pkm.memory.virtual import shuffled
 from pkm.model import cost
+from pkm.model.attention import Places
 from pkm.model.transformer import build_model, parameters
 from pkm.train.step import backward
 from tests.support.tiny import VOCAB_SIZE, tiny_config
@@ -326,3 +328,79 @@ def test_two_ranks_train_it_as_one_does_and_the_report_says_how_many_of_the_best
     assert two["evaluation"]["loss"] == pytest.approx(one["evaluation"]["loss"], rel=1e-2)
     assert 0 < two["evaluation"]["memories"]["1"]["recall"] <= 1
     assert "best slots that the search finds, %" in (tmp_path / "many" / "report.md").read_text()
+
+
+def skipping(**more):
+    """Three blocks, of which the first has a memory whose output joins after the second."""
+    memory = {**V1, "layers": [1], "skip": 1, **more.pop("memory", {})}
+    return tiny_config(memory=memory, model={"layers": 3, **more.pop("model", {})}, **more)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_what_skips_blocks_is_read_where_the_memory_stands_and_joins_the_stream_after_the_later_block(
+    norm: str,
+) -> None:
+    model = build_model(skipping(model={"norm": norm}), VOCAB_SIZE).double().eval()
+    ids, places = torch.randint(14, VOCAB_SIZE, (2, 8)), Places()
+    x = model.embedding_norm(model.tokens(ids) + model.positions(torch.arange(8)))
+    first, second, third = model.blocks
+    attention, norms = first.attention, first.norms
+    if norm == "pre":
+        x = x + attention(norms[0](x), places)
+        h = norms[1](x)
+        x = x + first.feed_forward(h)
+    else:
+        x = h = norms[0](x + attention(x, places))
+        x = norms[1](x + first.feed_forward(x))
+    x = third(second(x, None, places)[0] + first.memory(h), None, places)[0]
+    torch.testing.assert_close(model.hidden(ids), model.final_norm(x))
+    first.memory.record = True
+    model.hidden(ids)
+    assert first.memory.output_share() > 0
+
+
+def test_over_blocks_that_add_nothing_a_memory_that_skips_them_is_one_beside_the_feed_forward_network() -> None:
+    found, ids = [], torch.randint(14, VOCAB_SIZE, (2, 8))
+    for skip in (0, 1):
+        model = build_model(skipping(memory={"skip": skip}, model={"norm": "pre"}), VOCAB_SIZE).double().eval()
+        model.memory(1).record = True
+        with torch.no_grad():
+            for last in (model.blocks[1].attention.out, model.blocks[1].feed_forward.contract):
+                last.weight.zero_()
+                last.bias.zero_()
+            found.append((model.hidden(ids), model.memory(1).squares[0]))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("how", ["recomputed", "compiled"])
+def test_recomputed_and_compiled_blocks_whose_memory_skips_others_give_the_same_gradients(how: str) -> None:
+    found, ids = [], torch.randint(14, VOCAB_SIZE, (2, 8))
+    for other in (False, True):
+        model = build_model(skipping(model={"dropout": 0.0, "norm": "pre"}), VOCAB_SIZE).train()
+        model.activation_checkpointing = other and how == "recomputed"
+        for block in model.blocks if other and how == "compiled" else ():
+            block.compile(fullgraph=True, backend="aot_eager")
+        model(ids, ids).backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_text_that_is_read_token_by_token_has_what_skips_blocks_too() -> None:
+    model, ids = build_model(skipping(), VOCAB_SIZE).eval(), torch.randint(14, VOCAB_SIZE, (3, 8))
+    with torch.no_grad():
+        reader = Reader(model, ids[:, :3])
+        for length in range(3, 8):
+            expected = model.logits(model.hidden(reader.ids)[:, -1])
+            torch.testing.assert_close(reader.logits(), expected, rtol=1e-4, atol=1e-5)
+            reader.append(ids[:, length : length + 1])
+
+
+def test_a_model_whose_memory_skips_blocks_trains_resumes_to_the_same_bits_and_does_on_two_ranks_as_on_one(
+    train, tiny_corpus_path, tmp_path
+) -> None:
+    model = {"layers": 3, "norm": "pre"}
+    memory = {**V1, "layers": [1, 2], "skip": 1}
+    records = straight_as_resumed(train, memory=memory, model=model).records
+    assert all(m["output_share"] > 0 for m in records[-1]["memories"].values())
+    make = with_values("sharded", tiny_corpus_path, tmp_path, memory=memory, model=model)
+    many_and_one(make, ranks=2, steps=4).assert_close("model.blocks.0.memory.values.weight", rtol=1e-2, atol=1e-3)
