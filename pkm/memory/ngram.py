@@ -110,10 +110,11 @@ class ShortConvolution(nn.Module):
         seen = F.pad(normalised, (0, 0, farthest, 0)) if before is None else torch.cat([before, normalised], 1)
         if back.past is not None:
             back.past[self] = seen[:, u.shape[1] :]
-        mixed = torch.zeros_like(u)
-        for i, weight in enumerate(self.weight.to(u.dtype)):
+        own, *others = self.weight.to(u.dtype)
+        mixed = own * seen[:, farthest:]
+        for i, weight in enumerate(others, start=1):
             tap = seen[:, farthest - i * self.dilation :][:, : u.shape[1]]
-            mixed = mixed + torch.where((back.reach >= i * self.dilation).unsqueeze(-1), weight * tap, 0)
+            mixed = mixed + (weight * tap).masked_fill((back.reach < i * self.dilation).unsqueeze(-1), 0)
         return u + F.silu(mixed)
 
 
