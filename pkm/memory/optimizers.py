@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from pkm.config.schema import DenseOptim, ValuesOptim
+from pkm.config.arguments import check_arguments
+from pkm.config.schema import DenseOptim, Rate, ValuesOptim
 from pkm.distributed import dist
-from pkm.errors import UserError
+from pkm.errors import UserError, UserErrors
 from pkm.memory.adam import ValuesAdam
 from pkm.memory.sharding import sum_gradient
 from pkm.memory.values import Values, tables
@@ -44,8 +45,12 @@ def optimizers(
     Where torch.distributed is initialised, each step averages the tables' gradients over all ranks, as
     DistributedDataParallel does all others: every rank must take it.
 
-    UserError for a model that DistributedDataParallel has already wrapped.
+    UserError for settings that cannot be, and for a model that DistributedDataParallel has already wrapped.
     """
+    settings = checked(
+        dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay),
+        dict(lr=values_lr, betas=values_betas, eps=values_eps, dtype=values_dtype, state_dtype=values_state_dtype),
+    )
     found = {name: t for name, t in tables(model).items() if t.collects or t.weight.requires_grad}
     if any(isinstance(m, DDP) for m in model.modules()) and not all(t.collects for t in found.values()):
         raise UserError(
@@ -55,14 +60,33 @@ def optimizers(
         )
     of_tables = {id(t.weight) for t in found.values()}
     dense = [p for p in model.parameters() if p.requires_grad and id(p) not in of_tables]
-    settings = ValuesOptim(
-        lr=values_lr, betas=values_betas, eps=values_eps, dtype=values_dtype, state_dtype=values_state_dtype
-    )
     groups = [
         {"name": "matrices", "params": [p for p in dense if p.dim() > 1], "weight_decay": weight_decay},
         {"name": "vectors", "params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return AdamWWithValues([group for group in groups if group["params"]], found, settings, lr, betas, eps)
+
+
+class _Dense(DenseOptim):
+    """As in a config, but a rate is a number: `auto` needs the run's width."""
+
+    lr: Rate = 2.5e-4
+
+
+class _Values(ValuesOptim):
+    """As in a config, but what depends on the rest of one is said: the rate, how the values are kept."""
+
+    lr: Rate = 1e-3
+    dtype: Literal["fp32", "bf16", "bf16+master"] = "fp32"
+
+
+def checked(dense: dict[str, Any], values: dict[str, Any]) -> ValuesOptim:
+    """The values' settings; UserErrors with every mistake in them and in the dense ones."""
+    kinds = {"": check_arguments(dense, _Dense), "values_": check_arguments(values, _Values)}
+    errors = [UserError(prefix + e.what, fix=e.fix) for prefix, found in kinds.items() for _, e in found.errors]
+    if errors:
+        raise UserErrors("pkm.optimizers cannot be made of these settings", errors)
+    return kinds["values_"].config
 
 
 class AdamWWithValues(torch.optim.AdamW):

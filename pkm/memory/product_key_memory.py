@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from pkm.checkpoint import tensor_file
+from pkm.config.arguments import check_arguments
 from pkm.config.rules import impossible
 from pkm.config.schema import Config, MemoryConfig
 from pkm.errors import UserError, UserErrors
@@ -60,13 +61,14 @@ class ProductKeyMemory(MemoryLayer):
         settings = dict(sub_keys=sub_keys, heads=heads, knn=knn, query=query or {}, keys=keys, slots=slots)
         settings |= dict(keys_norm=keys_norm, keys_shared_by_heads=keys_shared_by_heads, read=read, gate=gate)
         settings |= dict(activation=activation, values_dim=values_dim)
-        config = checked(settings | dict(values_std=values_std, kernels=kernels))
-        super().__init__(config, dim)
+        config = checked(dim, settings | dict(values_std=values_std, kernels=kernels))
+        super().__init__(config, int(dim))
         own = inspect.signature(ProductKeyMemory).parameters
-        self.settings = {"dim": dim, **{k: v for k, v in config.model_dump(mode="json").items() if k in own}}
+        self.settings = {"dim": int(dim), **{k: v for k, v in config.model_dump(mode="json").items() if k in own}}
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path | str) -> None:
         """Write the memory into a directory of its own, whole; UserError if there is something, or it cannot be written."""
+        directory = Path(directory)
         temporary = directory.with_name(f".{directory.name}.tmp")
         try:
             with explained(directory):
@@ -96,21 +98,20 @@ class ProductKeyMemory(MemoryLayer):
         return memory
 
 
-def checked(settings: Mapping[str, Any]) -> MemoryConfig:
-    """The settings as a `memory:` section; UserErrors with every mistake in them."""
-    errors: Sequence[UserError]
-    try:
-        config = MemoryConfig.model_validate({"layers": (1,), **settings})
-    except ValidationError as error:
-        problems = error.errors(include_url=False)
-        errors = [UserError(p["msg"], ".".join(map(str, p["loc"]))) for p in problems]
-    else:
+def checked(dim: int, settings: Mapping[str, Any]) -> MemoryConfig:
+    """The settings as a `memory:` section; UserErrors with every mistake in them, that of `dim` too."""
+    found = check_arguments({"layers": (1,), **settings}, MemoryConfig)
+    errors = [error for _, error in found.errors]
+    if not isinstance(dim, Integral) or dim < 1:
+        errors.insert(0, UserError(f"dim must be a whole number > 0; found {dim!r}"))
+    config: MemoryConfig = found.config
+    if config is not None:
         # All the rules of a run's config that read nothing but its memory.
-        found = impossible(Config.model_construct({"memory"}, memory=config))
-        errors = [UserError(what, key.removeprefix("memory."), fix.replace("memory.", "")) for key, what, fix in found]
+        wrong = impossible(Config.model_construct({"memory"}, memory=config))
+        errors += [UserError(what, key.removeprefix("memory."), fix.replace("memory.", "")) for key, what, fix in wrong]
         if config.keys not in ("product", "flat"):
             what = f"{config.keys} keys depend on the model around them: on its layers, or on ids of tokens"
-            errors = [*errors, UserError(what, "keys", "choose product or flat, or train with a config")]
+            errors.append(UserError(what, "keys", "choose product or flat, or train with a config"))
     if errors:
-        raise UserErrors("ProductKeyMemory cannot be made of these settings", list(errors))
+        raise UserErrors("ProductKeyMemory cannot be made of these settings", errors)
     return config

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pkm
 from pkm import ProductKeyMemory
 from pkm.config.schema import ValuesOptim
-from pkm.errors import UserError
+from pkm.errors import UserError, UserErrors
 from pkm.memory.adam import ValuesAdam
 from tests.support.fork import on_ranks
 
@@ -221,3 +221,18 @@ def test_two_ranks_under_ddp_train_as_one_process_does():
         assert "make the optimizer first" in refused
         for name, expected in model.state_dict().items():
             torch.testing.assert_close(torch.from_numpy(state[name]), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lr": -1.0, "eps": 0.0}, r"- lr must be a number > 0; found -1.0\n- eps must be a number > 0; found 0.0"),
+        ({"betas": (0.9, 1.0)}, r"- betas\[1\] must be a number >= 0 and < 1; found 1.0"),
+        ({"weight_decay": float("nan")}, "- weight_decay must be a finite number >= 0; found nan"),
+        ({"values_lr": "10x"}, "- values_lr must be a number > 0; found 10x"),
+        ({"values_dtype": "fp16"}, r"- values_dtype must be one of: fp32, bf16, bf16\+master; found fp16"),
+    ],
+)
+def test_every_setting_that_cannot_be_is_said_by_the_name_of_its_argument(settings, said):
+    with pytest.raises(UserErrors, match=said):
+        pkm.optimizers(built(), **settings)

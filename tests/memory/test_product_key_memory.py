@@ -49,13 +49,18 @@ def test_any_number_of_dimensions_goes_before_the_width():
 
 def test_every_mistake_is_said_at_once_by_the_name_of_its_argument():
     with pytest.raises(
-        UserErrors, match=r"keys: must be one of: product, flat, .*\n- knn: Input should be a valid integer"
+        UserErrors,
+        match=r"- knn must be a whole number > 0; found many\n- keys must be one of: product, flat, .*\n  fix: did you mean product\?",
     ):
         ProductKeyMemory(16, sub_keys=8, keys="produkt", knn="many")
     with pytest.raises(
-        UserErrors, match=r"query\.norm: Input should be 'batch', 'layer', 'layer_halves', 'rms' or 'none'"
+        UserErrors,
+        match=r"query\.nrom is no setting\n  fix: did you mean query\.norm\?\n- query\.hidden\[0\] must be a whole",
     ):
-        ProductKeyMemory(16, sub_keys=8, query={"norm": "max"})
+        ProductKeyMemory(16, sub_keys=8, query={"nrom": "batch", "hidden": [-1]})
+    for dim in (0, -1, 1.5, "16", None):
+        with pytest.raises(UserErrors, match=r"- dim must be a whole number > 0; found .*\n- knn must be"):
+            ProductKeyMemory(dim, sub_keys=8, knn=0)
     with pytest.raises(
         UserErrors, match=r"sub_keys: product keys need their number.*\n  fix: write for example `sub_keys"
     ):
@@ -64,6 +69,19 @@ def test_every_mistake_is_said_at_once_by_the_name_of_its_argument():
         UserErrors, match=r"knn: k = 9 is more than the 8 sub-keys of a side\n  fix: choose knn <= sub_keys"
     ):
         ProductKeyMemory(16, sub_keys=8, knn=9)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+def test_no_token_at_all_trains_as_nothing_but_padding_does(norm, kernels):
+    memory = ProductKeyMemory(dim=10, kernels=kernels, **{**SMALL, "query": {"dim": 8, "norm": norm}})
+    before = {name: tensor.clone() for name, tensor in memory.state_dict().items()}
+    optimizer = pkm.optimizers(memory)
+    x = torch.randn(0, 10, requires_grad=True)
+    memory(x).sum().backward()
+    optimizer.step()
+    assert x.grad.shape == (0, 10)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in memory.state_dict().items())
 
 
 @pytest.mark.parametrize("norm", ["batch", "layer", "none"])
@@ -148,7 +166,7 @@ def test_the_settings_of_memory_plus_and_peer_are_arguments_too():
 
 def test_a_memory_that_was_saved_is_loaded_again(tmp_path):
     memory = ProductKeyMemory(10, **SMALL | {"query": {"dim": 8, "norm": "layer_halves", "hidden": [5]}})
-    memory.save(tmp_path / "saved")
+    memory.save(str(tmp_path / "saved"))
     again = ProductKeyMemory.load(tmp_path / "saved")
     x = torch.randn(4, 10)
     assert torch.equal(memory(x), again(x)) and again.settings == memory.settings

@@ -24,6 +24,8 @@ def column_statistics(x: Tensor, mask: Tensor | None, kernels: str = "reference"
 
 def _plain_statistics(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     x = x.to(at_least_fp32(x.dtype))
+    if len(x) == 0:
+        mask = torch.ones(0, dtype=torch.bool, device=x.device)
     if mask is None:
         mean = x.mean(0)
         return mean, (x - mean).square().mean(0), torch.full((), float(x.shape[0]), dtype=x.dtype, device=x.device)
@@ -36,6 +38,9 @@ def _plain_statistics(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, T
 
 @torch.library.custom_op("pkm::column_statistics", mutates_args=())
 def _column_statistics(x: Tensor, mask: Tensor | None, kernels: str) -> tuple[Tensor, Tensor, Tensor]:
+    if len(x) == 0:  # as where all is padding
+        mean = x.new_zeros(x.shape[1], dtype=at_least_fp32(x.dtype))
+        return mean, mean.clone(), mean.new_zeros(())
     if kernels == "triton":
         from pkm.memory.kernels import triton_statistics
 
