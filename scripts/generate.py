@@ -14,7 +14,7 @@ from pkm.errors import UserError, exits_cleanly
 @exits_cleanly
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run directory, or what scripts/export.py wrote")
+    parser.add_argument("run", type=Path, help="run directory, or what scripts/export.py wrote without --format")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="text to go on from")
     prompts.add_argument("--prompt-file", help="file that holds it; - for standard input")

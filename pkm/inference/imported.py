@@ -20,7 +20,7 @@ from pkm.config.schema import Config, load
 from pkm.errors import UserError, UserErrors
 from pkm.files import atomic_write, explained, publish
 from pkm.inference.adapters import hugging_face, meta, xlm
-from pkm.inference.adapters.found import Found
+from pkm.inference.adapters.found import Found, refuse_not_finite
 from pkm.inference.adapters.names import to_ours
 from pkm.model.transformer import Transformer, build_model
 
@@ -65,13 +65,20 @@ def import_model(kind: str, path: Path, directory: Path, overrides: Sequence[str
 def settled(found: Found, path: Path, directory: Path, file: Path, overrides: Sequence[str]) -> Config:
     """The config of what was found and what was given. UserError for what neither tells. Writes `file` for it."""
     given = {key.strip(): value for key, _, value in (override.partition("=") for override in overrides)}
+    if misplaced := [key for key in ("name", "runs") if key in given]:
+        what = f"{directory} says it: a run is found by its directory"
+        raise UserError(
+            what, f"argument '{misplaced[0]}={given[misplaced[0]]}'", "leave it out, or name another directory"
+        )
     if unsaid := [key for key in found.unsaid if key not in given]:
         what = f"it does not tell {', '.join(unsaid)}"
         raise UserError(what, str(path), f"give them: {' '.join(f'{key}=...' for key in unsaid)}")
     of_corpus = found.settings.get("corpus", {})
-    context = yaml.safe_load(given["corpus.context"]) if "corpus.context" in given else of_corpus.get("context", 256)
+    context = given.get("corpus.context", of_corpus.get("context", 256))
+    if not str(context).isdecimal():
+        context = 256  # said to be wrong below
     whole = {
-        "optim": {"steps": max(found.step, 1), "batch_tokens": context},  # nothing is trained
+        "optim": {"steps": max(found.step, 1), "batch_tokens": int(context)},  # nothing is trained
         **found.settings,
         "name": directory.name,
         "runs": str(directory.parent),
@@ -97,6 +104,7 @@ def filled(config: Config, tensors: dict[str, Tensor], where: str) -> Transforme
             there, here = ("nothing" if shape is None else str(shape) for shape in shapes)
             what = f"{name} would be {there} of the file, and of these settings it is {here}"
             raise UserError(what, where, "give the settings that it was trained with")
+        refuse_not_finite(name, tensors[name], where)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

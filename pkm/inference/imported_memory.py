@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from pkm.errors import UserError
 from pkm.inference.adapters import lucidrains, peer
-from pkm.inference.adapters.found import read_tensors
+from pkm.inference.adapters.found import read_tensors, refuse_not_finite
 from pkm.inference.adapters.names import to_ours
 from pkm.memory.product_key_memory import ProductKeyMemory
 
@@ -33,7 +34,7 @@ def import_memories(kind: str, path: Path, directory: Path, overrides: Sequence[
     """
     format = LAYERS[kind]
     layers = parts(read_tensors(path), format.MARKS, str(path))
-    given = arguments(overrides)
+    given = arguments(overrides, format.UNSAID)
     if unsaid := [name for name in format.UNSAID if name not in given]:
         what = f"it does not tell {', '.join(unsaid)}"
         raise UserError(what, str(path), f"give them: {' '.join(f'{name}=...' for name in unsaid)}")
@@ -43,7 +44,12 @@ def import_memories(kind: str, path: Path, directory: Path, overrides: Sequence[
         own = dict(given)
         memory = ProductKeyMemory(**{**format.settings(theirs, own, where), **own})
         fill(memory, to_ours(format.table(theirs, where), theirs, where), where)
-        made[directory / prefix.rstrip(".") if len(layers) > 1 else directory] = memory
+        made[folder(directory, prefix, str(path)) if len(layers) > 1 else directory] = memory
+    for place in made:  # all or none
+        if place.exists():
+            raise UserError(
+                "it is there already, and nothing is overwritten", str(place), "remove it or choose another path"
+            )
     for place, memory in made.items():
         memory.save(place)
     return list(made)
@@ -58,9 +64,9 @@ def parts(found: Any, marks: Sequence[str], where: str) -> dict[str, dict[str, T
         found = {}
     tensors = {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
     prefixes = [name.removesuffix(marks[0]) for name in tensors if name == marks[0] or name.endswith(f".{marks[0]}")]
-    prefixes = [prefix for prefix in prefixes if all(prefix + mark in tensors for mark in marks)]
+    prefixes = [prefix for prefix in prefixes if shaped(tensors, [prefix + mark for mark in marks])]
     if not prefixes:
-        what = f"no layer of that kind is in it, which would have {' and '.join(marks)}"
+        what = f"no layer of that kind is in it, which would have {marks[0]} of 4 dimensions and {marks[1]} of 2"
         raise UserError(what, where, "save the layer's or the model's state_dict() with torch.save or safetensors")
     return {
         prefix: {
@@ -72,14 +78,36 @@ def parts(found: Any, marks: Sequence[str], where: str) -> dict[str, dict[str, T
     }
 
 
-def arguments(overrides: Sequence[str]) -> dict[str, Any]:
-    """name=value, with memory. before it or not. UserError for anything else."""
+def shaped(tensors: Mapping[str, Tensor], marks: Sequence[str]) -> bool:
+    """Whether both marks of a layer are there: its keys, (heads, sub-keys, 2, half a query), and a matrix."""
+    return [tensors[name].dim() if name in tensors else 0 for name in marks] == [4, 2]
+
+
+def folder(directory: Path, prefix: str, where: str) -> Path:
+    """Where a layer of several is written. UserError for a name that would lead elsewhere."""
+    name = prefix.rstrip(".")
+    if "/" in name or "\0" in name or name.startswith("."):
+        what = f"a layer in it is called {name!r}, which is no name for a directory"
+        raise UserError(what, where, "save the layer's state_dict() alone")
+    return directory / name
+
+
+def arguments(overrides: Sequence[str], more: Sequence[str]) -> dict[str, Any]:
+    """name=value, with memory. before it or not: of a ProductKeyMemory, or one `more`. UserError for anything else."""
+    known = [*more, *(name for name in inspect.signature(ProductKeyMemory).parameters if name not in more)]
     given = {}
     for override in overrides:
         name, equals, value = override.partition("=")
         if not equals:
             raise UserError(f"{override!r} is no setting", "the command line", "write name=value, for example knn=32")
-        given[name.strip().removeprefix("memory.")] = yaml.safe_load(value)
+        where, name = f"argument {override!r}", name.strip().removeprefix("memory.")
+        if name not in known:
+            raise UserError(f"a memory has no argument {name!r}", where, f"it has: {', '.join(known)}")
+        try:
+            given[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            what = f"its value cannot be read: {str(error).splitlines()[0]}"
+            raise UserError(what, where, "write a number, a word, or a section as {dim: 64, norm: none}") from None
     return given
 
 
@@ -90,6 +118,7 @@ def fill(memory: ProductKeyMemory, ours: Mapping[str, Tensor], where: str) -> No
         if shapes[0] != shapes[1]:
             what = f"{name} would be {shapes[0]} of the file, and of these settings it is {shapes[1]}"
             raise UserError(what, where, "give the settings that it was made with")
+        refuse_not_finite(name, ours[name], where)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(ours[name])

@@ -36,6 +36,10 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
     if not file.is_file():
         what = "this is not a run directory: it holds no config.yaml"
         raise UserError(what, str(directory), "name a directory below runs/")
+    if any(directory.glob("model*.safetensors")):
+        what = "it is no run's directory, but what scripts/export.py wrote: weights, without checkpoints"
+        fix = "name the run itself, or make one of what was written with --format hf: scripts/import.py --from hf"
+        raise UserError(what, str(directory), fix)
     config = load(file, overrides).config
     corpus = open_corpus(config.corpus.path)
     loaded = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep).load(checkpoint)

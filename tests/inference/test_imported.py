@@ -106,6 +106,8 @@ def exported(train, tmp_path):
     ("break_it", "said"),
     [
         (lambda d: (d / "config.json").unlink(), "holds no config.json"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json: it is no JSON object"),
+        (lambda d: (d / "config.yaml").write_text("a: ["), "config.yaml: it is damaged"),
         (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "the index is damaged"),
         (lambda d: (d / "model-00001-of-00002.safetensors").write_bytes(b"12345678"), "not a safetensors file"),
         (lambda d: (d / "model-00001-of-00002.safetensors").unlink(), "no such file"),
@@ -114,7 +116,7 @@ def exported(train, tmp_path):
         (lambda d: edit(d, num_hidden_layers=1), r"exported: memory\[0\].layers: \[2\] names a layer that is not there"),
         (lambda d: edit(d, num_hidden_layers=3), r"blocks\.2\.\S+ would be nothing of the file"),
     ],
-    ids=["no config", "index", "damaged", "missing", "kind", "width", "fewer layers", "more layers"],
+    ids=["no config", "config", "settings", "index", "damaged", "missing", "kind", "width", "fewer layers", "more layers"],
 )  # fmt: skip
 def test_what_cannot_be_read_is_said_and_leaves_nothing(exported, tmp_path, break_it, said):
     (exported / "config.yaml").unlink()
@@ -153,6 +155,27 @@ def test_a_directory_that_holds_something_is_left_alone(exported, tmp_path):
     with pytest.raises(UserError, match="not empty"):
         import_model("hf", exported, tmp_path / "again")
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("corpus.context=[", r"argument 'corpus\.context=\[': not valid YAML"),
+        ("corpus.context=-3", r"corpus\.context must be a whole number > 0; found -3"),
+        ("name=other", r"argument 'name=other': \S*again says it"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_said(exported, tmp_path, override, said):
+    with pytest.raises(UserError, match=said):
+        import_model("hf", exported, tmp_path / "again", [override])
+    assert not (tmp_path / "again").exists()
+
+
+def test_what_was_exported_is_no_run_and_says_so(exported):
+    with pytest.raises(
+        UserError, match=r"no run's directory, but what scripts/export\.py wrote(.|\n)*import\.py --from hf"
+    ):
+        load_trained(exported)
 
 
 def test_the_program_makes_a_run_that_generates(exported, tmp_path):

@@ -118,8 +118,10 @@ def test_what_the_package_has_and_a_memory_here_has_not_is_refused_by_name(tmp_p
     [
         ([], "does not tell knn\n  fix: give them: knn="),
         (["knn"], "write name=value"),
+        (["knn=["], r"argument 'knn=\[': its value cannot be read"),
+        (["knn=4", "query.norm=layer"], r"a memory has no argument 'query\.norm'\n  fix: it has: knn, dim, .*query"),
         (["knn=9"], "k = 9 is more than the 6 sub-keys"),
-        (["knn=4", "sub_keys=8"], r"keys\.weight would be \(3, 2, 6, 8\) of the file, and of these settings it is \(3, 2, 8, 8\)"),
+        (["knn=4", "values_std=1e-3", "sub_keys=8"], r"keys\.weight would be \(3, 2, 6, 8\) of the file, and of these settings it is \(3, 2, 8, 8\)"),
     ],
 )  # fmt: skip
 def test_what_the_file_does_not_tell_is_asked_for(tmp_path, overrides, said):
@@ -135,13 +137,25 @@ class Runs:
 def test_nothing_in_a_pickle_is_run(tmp_path, capsys):
     (tmp_path / "layer.pt").write_bytes(pickle.dumps({"keys": Runs()}))
     torch.save({"keys": Runs()}, tmp_path / "zip.pt")
-    for name in ("layer.pt", "zip.pt"):
-        with pytest.raises(UserError, match="no file of tensors and plain values"):
+    for name, found in (("layer.pt", "torch.save did not write it"), ("zip.pt", r"\S*print is in it")):
+        with pytest.raises(UserError, match=f"no file of tensors and plain values.*: {found}\n"):
             import_memories("lucidrains", tmp_path / name, tmp_path / "memory", ["knn=4"])
     assert "run" not in capsys.readouterr().out.split()
 
 
-@pytest.mark.parametrize("content", [b"", b"text", torch.zeros(2), {"a": 1}, {"keys": torch.zeros(2)}, [1]], ids=str)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"text",
+        torch.zeros(2),
+        {"a": 1},
+        {"keys": torch.zeros(2)},
+        [1],
+        {"keys": torch.zeros(3), "to_queries.weight": torch.zeros(2)},
+    ],
+    ids=str,
+)
 def test_a_file_without_such_a_layer_is_named(tmp_path, content):
     if isinstance(content, bytes):
         (tmp_path / "layer.pt").write_bytes(content)
@@ -151,6 +165,39 @@ def test_a_file_without_such_a_layer_is_named(tmp_path, content):
         import_memories("lucidrains", tmp_path / "layer.pt", tmp_path / "memory", ["knn=4"])
     with pytest.raises(UserError, match="no such file"):
         import_memories("lucidrains", tmp_path / "none.pt", tmp_path / "memory", ["knn=4"])
+
+
+def test_of_several_memories_all_are_written_or_none(tmp_path):
+    torch.save(nn.Sequential(of_today(), of_today()).state_dict(), tmp_path / "model.pt")
+    (tmp_path / "memories" / "1").mkdir(parents=True)
+    with pytest.raises(UserError, match="memories/1: it is there already"):
+        import_memories("lucidrains", tmp_path / "model.pt", tmp_path / "memories", ["knn=4"])
+    assert [path.name for path in (tmp_path / "memories").iterdir()] == ["1"]
+
+
+def test_a_layers_name_leads_nowhere_outside_the_directory(tmp_path):
+    state = of_today().state_dict()
+    named = {f"{prefix}.{name}": tensor for prefix in ("../../out", "in") for name, tensor in state.items()}
+    torch.save(named, tmp_path / "model.pt")
+    with pytest.raises(UserError, match=r"'\.\./\.\./out', which is no name for a directory"):
+        import_memories("lucidrains", tmp_path / "model.pt", tmp_path / "a" / "b", ["knn=4"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        ("values.weight", torch.full((36, 24), float("nan")), r"values\.weight would not be finite"),
+        ("to_queries.weight", torch.zeros(7, 24), r"to_queries\.weight \(7, 24\) cannot be query\.first\.weight"),
+    ],
+)
+def test_a_tensor_that_nothing_can_go_on_from_is_named(tmp_path, name, tensor, said):
+    state = of_today().state_dict()
+    assert name in state
+    torch.save({**state, name: tensor}, tmp_path / "layer.pt")
+    with pytest.raises(UserError, match=said):
+        import_memories("lucidrains", tmp_path / "layer.pt", tmp_path / "memory", ["knn=4"])
+    assert not (tmp_path / "memory").exists()
 
 
 def of_peer(**settings):

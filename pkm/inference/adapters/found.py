@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,10 +58,18 @@ def read_tensors(path: Path) -> Any:
     except (
         Exception
     ) as error:  # torch raises what its readers do: UnpicklingError, RuntimeError, EOFError, KeyError, ...
-        reason = str(error).split("\n")[0][:200]
-        what = f"it is no file of tensors and plain values, and nothing else is read from a pickle: {reason}"
+        what = f"it is no file of tensors and plain values, and nothing else is read from a pickle: {_reason(error)}"
         fix = "where it was made, save its state_dict() alone with torch.save, or as safetensors"
         raise UserError(what, str(path), fix) from None
+
+
+def _reason(error: Exception) -> str:
+    """What torch found in a file; not its advice, which is to run it all the same."""
+    if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+        return f"{found[1]} is in it"
+    if isinstance(error, pickle.UnpicklingError):
+        return "torch.save did not write it"
+    return str(error).split("\n")[0][:200]
 
 
 def read_safetensors(paths: Sequence[Path]) -> dict[str, Tensor]:
@@ -74,6 +84,12 @@ def read_safetensors(paths: Sequence[Path]) -> dict[str, Tensor]:
         except ValueError as error:
             raise UserError(str(error), str(path), "copy it again from where it comes") from None
     return found
+
+
+def refuse_not_finite(name: str, tensor: Tensor, where: str) -> None:
+    """UserError for a tensor with NaN or infinities in it: no training goes on from it."""
+    if not bool(tensor.isfinite().all()):
+        raise UserError(f"{name} would not be finite", where, "take a file from before its training diverged")
 
 
 def sharded(directory: Path) -> dict[str, Tensor]:

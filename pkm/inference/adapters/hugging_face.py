@@ -19,6 +19,8 @@ from pkm.inference.adapters.names import Entry, same
 def find(path: Path) -> Found:
     """UserError where it is no such directory, or of a model that is nothing here."""
     described = read_json(path / "config.json")
+    if described is None and (path / "config.json").is_file():
+        raise UserError("it is no JSON object", str(path / "config.json"), "copy it again from where it comes")
     if described is None:
         what = "it is no directory of transformers: it holds no config.json"
         raise UserError(what, str(path), "name what scripts/export.py --format hf or save_pretrained wrote")
@@ -44,8 +46,13 @@ def kept_settings(path: Path) -> dict[str, Any]:
     file = path / "config.yaml"
     if not file.is_file():
         return {}
-    with explained(file):
-        kept = yaml.safe_load(file.read_text("utf-8"))
+    try:
+        with explained(file):
+            kept = yaml.safe_load(file.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        kept = None
+    if not isinstance(kept, dict):
+        raise UserError("it is damaged", str(file), "copy it again, or remove it: config.json says what is needed")
     return {key: value for key, value in kept.items() if key not in ("name", "runs")}
 
 

@@ -49,7 +49,15 @@ def to_ours(table: Sequence[Entry], theirs: dict[str, Tensor], where: str) -> di
         raise UserError(what, where, "give the whole file, and check the settings that it is read with")
     if left := sorted(theirs.keys() - wanted):
         raise UserError(f"there is nothing here that {_listed(left)} could be", where, "see the table in README.md")
-    return {entry.ours: entry.to_ours(*(theirs[name] for name in entry.theirs)) for entry in table}
+    found = {}
+    for entry in table:
+        try:
+            found[entry.ours] = entry.to_ours(*(theirs[name] for name in entry.theirs))
+        except (RuntimeError, ValueError, IndexError) as error:
+            shapes = ", ".join(f"{name} {tuple(theirs[name].shape)}" for name in entry.theirs)
+            what = f"{shapes} cannot be {entry.ours}: {str(error).splitlines()[0]}"
+            raise UserError(what, where, "give the whole file, and the settings that it was made with") from None
+    return found
 
 
 def to_theirs(table: Sequence[Entry], ours: dict[str, Tensor]) -> dict[str, Tensor]:
