@@ -44,6 +44,19 @@ def main() -> int:
         raise UserError(f"{args.documents} documents cannot be scored", "--documents", "give 1 or more")
     if args.facts is not None and args.facts < 1:
         raise UserError(f"{args.facts} facts cannot be asked for", "--facts", "give 1 or more")
+    asked = [
+        f"--{name}" for name in ("tasks-from", "shots", "limit") if getattr(args, name.replace("-", "_")) is not None
+    ]
+    if asked and not args.tasks:
+        raise UserError("no task is named that it could be for", asked[0], "add --tasks A,B, or leave it out")
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"{args.limit} questions cannot be asked", "--limit", "give 1 or more")
+    if args.shots is not None and args.shots < 0:
+        raise UserError(f"{args.shots} examples cannot be shown", "--shots", "give 0 or more")
+    if args.tasks_from is not None and not args.tasks_from.is_dir():
+        raise UserError(
+            f"there is no directory {args.tasks_from}", "--tasks-from", "name the folder of the tasks' files"
+        )
     if args.tasks:
         return score_tasks(args)
     overrides = [f"device={args.device}"]

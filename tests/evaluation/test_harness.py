@@ -206,6 +206,20 @@ def test_a_task_that_is_not_there_is_said(run, tasks, monkeypatch, capsys, name,
     assert code == 2 and words in said.err
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--limit", 3), "--limit: no task is named"),
+        (("--tasks", "cats", "--limit", 0), "--limit: 0 questions"),
+        (("--tasks", "cats", "--shots", -1), "--shots: -1 examples"),
+        (("--tasks", "cats", "--tasks-from", "nowhere"), "--tasks-from: there is no directory nowhere"),
+    ],
+)
+def test_options_of_tasks_that_cannot_be_are_refused_before_anything_is_loaded(monkeypatch, capsys, options, words):
+    code, said = go(monkeypatch, capsys, "evaluate", "no-run", *options)
+    assert code == 2 and words in said.err
+
+
 def test_the_harness_own_command_knows_our_models(run, tasks, tmp_path, monkeypatch, capsys):
     code, _ = go(
         monkeypatch, capsys, "harness", "run", "--model", "pkm", "--model_args", f"run={run}",
