@@ -26,6 +26,7 @@ from pkm.config.schema import Config
 from pkm.distributed import dist
 from pkm.distributed.watchdog import RankWatchdog
 from pkm.errors import EXIT_USER_ERROR, ReportedByOtherRank, UserError
+from pkm.run import metrics
 from pkm.run.changes import refuse_changes
 from pkm.run.lock import Lock
 from pkm.run.metrics import Metrics
@@ -83,7 +84,7 @@ class Run:
         for leftover in self.directory.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         path = self.directory / "config.yaml"
-        if path.exists():
+        if path.exists() and not self._failed_before_it_began():
             changed = refuse_changes(path, self.config)
             if changed:
                 self.say("settings changed since this run began: " + ", ".join(changed))
@@ -96,6 +97,12 @@ class Run:
             what = "there are checkpoints but no settings, so nobody can tell whether they fit"
             raise UserError(what, str(path), "bring config.yaml back, or give this run another name")
         files.atomic_write(path, resolved_yaml)
+
+    def _failed_before_it_began(self) -> bool:
+        """Whether nothing came of it but an error: it was refused before its first step, and any settings may stand there."""
+        said = self._found
+        nothing = said.get("state") == "failed" and said.get("step") == 0 and newest_checkpoint(said) == 0
+        return nothing and not self.checkpoints.steps() and not any(metrics.read(self.directory / metrics.FILE))
 
     def __enter__(self) -> Run:
         return self

@@ -51,6 +51,20 @@ def test_a_new_run_writes_its_settings_and_the_same_ones_open_it_again(opened):
         assert opened.heard() == ""
 
 
+def test_a_run_that_was_refused_before_its_first_step_begins_anew_with_any_settings(opened):
+    for seed in (1, 2, 3):
+        with pytest.raises(UserError, match="another model"), opened(seed=seed) as run:
+            assert settings(opened) == dump(run.config)
+            run.status("running", 0)
+            raise UserError("it is another model than this one")
+    with pytest.raises(UserError, match="gone wrong"), opened(seed=4) as run:
+        run.status("running", 0)
+        run.metrics.write(1, "train", loss=2.0)
+        raise UserError("gone wrong")
+    with pytest.raises(UserError, match="seed: 4 -> 5"):
+        opened(seed=5)
+
+
 def test_changed_settings_are_refused_all_at_once_with_both_values(opened):
     opened().__exit__(None, None, None)
     before = settings(opened)
