@@ -45,6 +45,12 @@ IMPOSSIBLE: list[Rule] = [
     ),
     (
         "model.experts.at",
+        lambda c: c.model.experts is not None and not c.expert_layers,
+        lambda c: "it names no layer, so that there would be no experts",
+        "name layers that have a feed-forward network, or null for all of them",
+    ),
+    (
+        "model.experts.at",
         lambda c: c.model.experts is not None and list(c.expert_layers) != sorted(set(c.expert_layers)),
         lambda c: f"{list(c.expert_layers)} is not in ascending order without repeats",
         "name each layer once, in ascending order",

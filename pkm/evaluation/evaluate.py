@@ -192,7 +192,7 @@ def measure_speed(
         tokens_per_second=tokens / elapsed,
         device=compute.hardware,
         precision=compute.precision,
-        batch_windows=config.evaluate.batch,
+        batch_windows=len(inputs) * dist.world_size(),
         context=config.corpus.context,
     )
 
@@ -202,12 +202,12 @@ def _batches(split: Split, config: Config, documents: int | None) -> Iterator[tu
 
     Inputs, targets, which inputs are text and not padding; with `model.document_mask` the documents of the inputs besides.
     """
-    each = -(-config.evaluate.batch // dist.world_size())
-    rows = slice(dist.rank() * each, (dist.rank() + 1) * each)
-    together = each * dist.world_size()
     context, stride = config.corpus.context, config.evaluate.stride
     total = split.document_start(split.documents if documents is None else min(documents, split.documents))
     windows = evaluation_windows(total, context, stride or context)
+    each = -(-max(1, min(config.evaluate.batch, windows)) // dist.world_size())
+    rows = slice(dist.rank() * each, (dist.rank() + 1) * each)
+    together = each * dist.world_size()
     for number, (inputs, targets) in enumerate(evaluation_batches(split, context, together, stride, documents)):
         window = (number * together + np.arange(rows.start, rows.stop))[:, None]
         places = window * (stride or context) + np.arange(context)

@@ -104,10 +104,10 @@ def _matching(place: Path, name: str) -> list[Path]:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The directory itself, if it is a run's; else those below it, in the order of their names."""
+    """The directory itself, if it is a run's; else those below it, in the order of their names. What was exported is no run."""
     found = []
     for folder, below, files in os.walk(path):
-        if "config.yaml" in files:
+        if "config.yaml" in files and not any(name.endswith(".safetensors") for name in files):
             found.append(Path(folder))
         below[:] = [] if "config.yaml" in files else sorted(name for name in below if not name.startswith("."))
     return found

@@ -27,6 +27,7 @@ BREAKS: list[tuple[str, list[str]]] = [
     ("model.kv_heads", ["model.kv_heads=3"]),
     ("model.positions", ["model.positions=rotary", "model.dim=56"]),
     ("model.experts.active", ["model.experts={count: 4, active: 5}"]),
+    ("model.experts.at", ["model.experts={count: 4, at: []}"]),
     ("model.experts.at", ["model.experts={count: 4, at: [2, 1]}"]),
     ("model.experts.at", ["model.experts={count: 4, at: [4, 5]}"]),
     ("optim.batch_tokens", ["optim.batch_tokens=100"]),

@@ -86,6 +86,13 @@ def test_the_batch_size_does_not_change_the_numbers(model, corpus):
     assert one.memories[2].kl == pytest.approx(many.memories[2].kl, abs=1e-6)
 
 
+def test_a_batch_holds_no_more_windows_than_the_text_has(model, corpus):
+    config = tiny_config(evaluate={"batch": 10**9})
+    speed = measure_speed(model, corpus, corpus.test, config, CPU, seconds=0.0)
+    assert speed.batch_windows == 20  # 4 documents of 40 tokens in windows of 8
+    assert evaluate(model, corpus, corpus.test, config, CPU).tokens == 159
+
+
 def test_a_stride_scores_the_same_tokens_with_more_context(model, corpus):
     plain, strided = (evaluate(model, corpus, corpus.test, tiny_config(evaluate={"stride": s}), CPU) for s in (None, 3))
     assert (plain.tokens, plain.words) == (strided.tokens, strided.words)

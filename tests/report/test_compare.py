@@ -225,6 +225,13 @@ class TestFinding:
         with pytest.raises(UserError, match=r"train one first"):
             find(["x"], root / "empty")
 
+    def test_what_was_exported_is_no_run(self, make, root):
+        run, exported = make("sweep/run"), make("sweep/exported")
+        (exported / "model.safetensors").touch()
+        assert find(["sweep"], root) == [run]
+        with pytest.raises(UserError, match="no run is called"):
+            find([str(exported)], root)
+
     def test_labels_are_as_short_as_tells_them_apart(self, make):
         assert [run.label for run in read([make("s1/a"), make("s1/b")])] == ["a", "b"]
         assert [run.label for run in read([make("s2/a"), make("s3/a")])] == ["s2/a", "s3/a"]
