@@ -1,5 +1,6 @@
 import os
 import signal
+import sys
 from pathlib import Path
 
 # What a CI system, a launcher or a terminal may have set changes what programs do and print.
@@ -68,6 +69,13 @@ def warm(tmp_path_factory):
 def one_thread():
     """Results of a test must not depend on the machine's cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """What other tests compiled counts towards the limit of recompilations."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
