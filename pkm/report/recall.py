@@ -65,7 +65,7 @@ def _of_a_model(key: str) -> bool:
 
 
 def _measures(runs: Sequence[Run]) -> list[tuple[str, Measure]]:
-    """What all runs have: nats an answer, what reading saved of them, and exact answers."""
+    """What all runs have: nats an answer, what reading saved (a token, for answers read more often are shorter), and exact answers."""
     every = [run.facts["groups"] for run in runs if run.facts]
     groups = [group for group in every[0] if all(group in others for others in every)]
 
@@ -73,12 +73,14 @@ def _measures(runs: Sequence[Run]) -> list[tuple[str, Measure]]:
         return lambda facts: facts["groups"][group][key]
 
     def saved(group: str) -> Measure:
-        return lambda facts: facts["groups"]["never"]["nll"] - facts["groups"][group]["nll"]
+        return lambda facts: facts["groups"]["never"]["nll_per_token"] - facts["groups"][group]["nll_per_token"]
 
     found = [(f"{label(group)}: nats an answer", mean(group, "nll")) for group in groups]
     if "never" in groups:
         found += [
-            (f"{group}: nats fewer than never", saved(group)) for group in ("once", "more often") if group in groups
+            (f"{group}: nats a token fewer than never", saved(group))
+            for group in ("once", "more often")
+            if group in groups
         ]
     return found + [(f"{group}: exact %", mean(group, "exact")) for group in MAIN if group in groups]
 

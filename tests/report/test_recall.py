@@ -19,7 +19,10 @@ def make(tmp_path):
         config.directory.mkdir(parents=True)
         (config.directory / "config.yaml").write_text(dump(config))
         if never is not None:
-            groups = {"never": {"nll": never, "exact": 1.0}, "once": {"nll": once, "exact": 2.0}}
+            groups = {
+                "never": {"nll": never, "nll_per_token": never / 2, "exact": 1.0},
+                "once": {"nll": once, "nll_per_token": once / 2, "exact": 2.0},
+            }
             (config.directory / "facts.json").write_text(json.dumps({"asked": 30, "groups": groups}))
         return config.directory
 
@@ -39,7 +42,7 @@ def test_a_memory_and_none_differ_by_what_they_differ_seed_by_seed(make):
         f"11.00 ± {statistics.stdev((9, 12.9, 11.1)):.2f}",
         "-1.00 (-1.25 to -0.75)",
     ]
-    assert rows["once: nats fewer than never"][2] == "+1.00 (+0.75 to +1.25)"
+    assert rows["once: nats a token fewer than never"][2] == "+0.50 (+0.38 to +0.62)"
     assert rows["never: nats an answer"][2].replace("-", "+") == "+0.00 (+0.00 to +0.00)"
     assert rows["once: exact %"] == ["2.00 ± 0.00", "2.00 ± 0.00", rows["once: exact %"][2]]
     text = compare.markdown(read(runs))
