@@ -18,7 +18,7 @@ from pkm.errors import UserError, exits_cleanly
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--split", default="test", choices=["train", "valid", "test"], help="default: %(default)s")
+    parser.add_argument("--split", choices=["train", "valid", "test"], help="default: test")
     parser.add_argument("--checkpoint", default="best", help="best, latest or a step (default: %(default)s)")
     parser.add_argument("--documents", type=int, help="only the first so many documents (default: all)")
     parser.add_argument("--stride", type=int, help="tokens a window moves on (default: the run's evaluate.stride)")
@@ -44,6 +44,12 @@ def main() -> int:
         raise UserError(f"{args.documents} documents cannot be scored", "--documents", "give 1 or more")
     if args.facts is not None and args.facts < 1:
         raise UserError(f"{args.facts} facts cannot be asked for", "--facts", "give 1 or more")
+    if args.facts and args.tasks:
+        raise UserError("--facts and --tasks each score nothing else", "--facts", "give one of the two at a time")
+    if args.facts or args.tasks:
+        alone = "--facts" if args.facts else "--tasks"
+        if idle := [name for name in ("split", "documents", "stride") if getattr(args, name) is not None]:
+            raise UserError(f"{alone} scores no split of the corpus", f"--{idle[0]}", "leave it out")
     asked = [
         f"--{name}" for name in ("tasks-from", "shots", "limit") if getattr(args, name.replace("-", "_")) is not None
     ]
@@ -76,9 +82,11 @@ def main() -> int:
         atomic_write(args.run / FILE, found := json_text(known.record(), indent=1))
         print(found.rstrip() if args.json else recall_markdown(known))
         return 0
-    split = corpus.split(args.split)
+    split = corpus.split(args.split or "test")
     if split is None:
-        raise UserError(f"the corpus has no {args.split} split", str(corpus.path), "prepare it with held-out articles")
+        raise UserError(
+            f"the corpus has no {args.split or 'test'} split", str(corpus.path), "prepare it with held-out articles"
+        )
     evaluation = evaluate(model, corpus, split, config, trained.compute, args.documents)
     speed = measure_speed(model, corpus, split, config, trained.compute)
     record = report_record(config, model, trained.step, evaluation, speed)

@@ -109,8 +109,8 @@ def check(jobs: Sequence[Job], ranks: int, here: bool = True) -> None:
 
     here    they will run on this machine
 
-    UserError for a corpus that is not prepared, has nothing to score, or no text to find facts in where recall is asked for, a device or precision that this machine does not
-    have, and a batch that the ranks cannot share.
+    UserError for a corpus that is not prepared, has nothing to score, or no text to find facts in where recall is asked for, for
+    a device or precision that this machine does not have, and for a batch that the ranks cannot share.
     """
     for path in dict.fromkeys(job.config.corpus.path for job in jobs):
         try:

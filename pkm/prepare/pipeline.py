@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from pkm.config.load import flatten
-from pkm.corpus.store import SPLITS, OtherVocab, Shard, read_manifest, write_manifest
+from pkm.corpus.store import SPLITS, OtherVocab, Shard, read_manifest
+from pkm.corpus.writer import write_manifest
 from pkm.errors import UserError
 from pkm.files import atomic_write, explained, fsync_tree, publish, read_json, sha256
 from pkm.prepare import near, tasks

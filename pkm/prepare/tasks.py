@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from pkm.corpus.store import ShardWriter, id_type
+from pkm.corpus.store import id_type
+from pkm.corpus.writer import ShardWriter
 from pkm.errors import UserError
 from pkm.files import NewFile, atomic_write, explained
 from pkm.format import printable

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pkm.config.rules import IMPOSSIBLE, OF_A_MEMORY, cut_short, impossible, impossible_for
+from pkm.config.memory_rules import OF_A_MEMORY
+from pkm.config.rules import IMPOSSIBLE, cut_short, impossible, impossible_for
 from pkm.config.schema import Config, MemoryConfig, load
 from pkm.errors import UserErrors
 from tests.support.tiny import MEMORY, MINIMAL, loaded, merged

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkm.corpus import store
-from pkm.corpus.store import Shard, ShardWriter, fingerprint_of, open_corpus, verify, write_manifest
+from pkm.corpus import writer
+from pkm.corpus.store import Shard, fingerprint_of, open_corpus, verify
+from pkm.corpus.writer import ShardWriter, write_manifest
 from pkm.errors import UserError
+from pkm.files import sha256
 from pkm.text.vocab import Vocab
 
 
@@ -73,7 +75,7 @@ def test_ids_take_two_bytes_where_they_fit_and_four_elsewhere(tmp_path: Path):
 def test_flushing_in_the_middle_of_a_shard_changes_nothing(tmp_path: Path, monkeypatch):
     documents = [[i % 90] * (i % 7) for i in range(50)]
     whole = write_corpus(tmp_path / "a", documents)
-    monkeypatch.setattr(store, "FLUSH_TOKENS", 8)
+    monkeypatch.setattr(writer, "FLUSH_TOKENS", 8)
     flushed = write_corpus(tmp_path / "b", documents)
     for name in ("train-00000.bin", "train-00000.idx", "manifest.json"):
         assert (whole / name).read_bytes() == (flushed / name).read_bytes()
@@ -135,7 +137,7 @@ def shrink_vocabulary(path: Path) -> None:
     Vocab(["w0"], [1]).save(path / "vocab")
 
     def change(manifest):
-        manifest["vocab"]["sha256"] = store.sha256(path / "vocab")
+        manifest["vocab"]["sha256"] = sha256(path / "vocab")
         manifest["fingerprint"] = fingerprint_of(manifest)
 
     edit(path, change)

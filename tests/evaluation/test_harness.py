@@ -15,7 +15,8 @@ import torch
 
 import train as program
 from pkm.config.load import dump
-from pkm.corpus.store import ShardWriter, open_corpus, write_manifest
+from pkm.corpus.store import open_corpus
+from pkm.corpus.writer import ShardWriter, write_manifest
 from pkm.device import Compute
 from pkm.evaluation.evaluate import evaluate
 from pkm.evaluation.harness import HarnessModel, scored_windows
@@ -210,6 +211,9 @@ def test_a_task_that_is_not_there_is_said(run, tasks, monkeypatch, capsys, name,
     ("options", "words"),
     [
         (("--limit", 3), "--limit: no task is named"),
+        (("--tasks", "cats", "--facts"), "--facts: --facts and --tasks each score nothing else"),
+        (("--tasks", "cats", "--split", "valid"), "--split: --tasks scores no split"),
+        (("--facts", "--documents", 3), "--documents: --facts scores no split"),
         (("--tasks", "cats", "--limit", 0), "--limit: 0 questions"),
         (("--tasks", "cats", "--shots", -1), "--shots: -1 examples"),
         (("--tasks", "cats", "--tasks-from", "nowhere"), "--tasks-from: there is no directory nowhere"),

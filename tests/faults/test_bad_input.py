@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from pkm.corpus.store import Shard, write_manifest
+from pkm.corpus.store import Shard
+from pkm.corpus.writer import write_manifest
 from pkm.errors import UserError
 from pkm.inference.trained import load_trained
 from pkm.text.vocab import Vocab

@@ -15,7 +15,8 @@ import torch
 
 from pkm.config.kinds import GATES, KEYS, READS
 from pkm.config.schema import MemoryConfig, ModelConfig, QueryConfig
-from pkm.corpus.store import open_corpus, write_manifest
+from pkm.corpus.store import open_corpus
+from pkm.corpus.writer import write_manifest
 from pkm.errors import UserError
 from pkm.inference.generate import generate
 from pkm.inference.hugging_face import export

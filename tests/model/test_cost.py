@@ -11,7 +11,7 @@ import pytest
 from benchmarks.parallel import VOCABULARY as SENT_VOCABULARY
 from benchmarks.parallel import measure
 from pkm.config.schema import Config, load
-from pkm.corpus.store import write_manifest
+from pkm.corpus.writer import write_manifest
 from pkm.format import amount, size
 from pkm.model import cost, summary
 from pkm.model.cost import traffic

@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from pkm.config.schema import Config, load
-from pkm.corpus.store import TOKENIZER, OtherVocab, Shard, ShardWriter, write_manifest
+from pkm.corpus.store import TOKENIZER, OtherVocab, Shard
+from pkm.corpus.writer import ShardWriter, write_manifest
 from pkm.model.transformer import Transformer
 from pkm.text.vocab import EOS_ID, SPECIALS, UNIVERSAL, UNK_ID, Vocab
 from pkm.train.optim import Optimizers

@@ -26,7 +26,7 @@ LEAST_KEY = np.int64(-0x7FFFFFFFFFFFFFFF)
 HALVINGS = 12
 
 
-def compiled(function: F, fastmath: object = False) -> F:
+def jit(function: F, fastmath: object = False) -> F:
     """`function` in machine code; as it stands: an exact sum may lose nothing to operations that become one."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
     try:
@@ -36,17 +36,17 @@ def compiled(function: F, fastmath: object = False) -> F:
 
 
 LARGEST = np.float32(3e38)  # as pkm.memory.kernels.adam_step has it
-contracted = partial(compiled, fastmath={"contract"})  # a * b + c as one operation
-reordered = partial(compiled, fastmath={"contract", "reassoc"})  # besides, sums in an order that lanes can add up
+jit_contracted = partial(jit, fastmath={"contract"})  # a * b + c as one operation
+jit_reordered = partial(jit, fastmath={"contract", "reassoc"})  # besides, sums in an order that lanes can add up
 
 
-@compiled
+@jit
 def in_order(bits: Any) -> Any:
     """Bits of a number of fp32 <-> an int32 that grows with the number."""
     return np.int32(bits ^ (np.int32(bits >> np.int32(31)) & LOW))
 
 
-@compiled
+@jit
 def _largest(bits: Array, k: int, places: Array, ordered: Array, keys: Array, one: Array, one_bits: Array) -> bool:
     """Places (k,) of the k largest of one row (C,), largest first, the lowest place of equals first; False if not all are finite.
 
@@ -98,7 +98,7 @@ def _largest(bits: Array, k: int, places: Array, ordered: Array, keys: Array, on
     return True
 
 
-@compiled
+@jit
 def _inexact(x: float, y: float) -> bool:
     """Whether x + y loses something to rounding (Knuth's TwoSum)."""
     total = x + y
@@ -106,7 +106,7 @@ def _inexact(x: float, y: float) -> bool:
     return ((x - (total - shadow)) + (y - shadow)) != 0
 
 
-@compiled
+@jit
 def _pairs(
     a: Array, b: Array, first: Array, second: Array, sub_keys: int, slots: Array, best: Array, at: Array, sums: Array
 ) -> bool:
@@ -140,7 +140,7 @@ def _pairs(
     return unsure
 
 
-@compiled
+@jit
 def select(
     scores: Array, bits: Array, head: int, start: int, stop: int, slots: Array, best: Array, unsure: Array
 ) -> None:
@@ -166,7 +166,7 @@ def select(
         unsure[n, head] = _pairs(a, b, first, second, sub_keys, slots[n, head], best[n, head], at, sums)
 
 
-@compiled
+@jit
 def group_rows(rows: Array, weights: Array, each: int, ends: Array, bags: Array, bag_weights: Array) -> None:
     """Sort reads by row, without comparing any: rows (M,), `each` of a token, weights (M,) -> bags (M,), the tokens of the
     first row's reads, then those of the second's, and so on, in the tokens' order; bag_weights (M,), their weights.
@@ -185,7 +185,7 @@ def group_rows(rows: Array, weights: Array, each: int, ends: Array, bags: Array,
             bags[place], bag_weights[place] = read // each, weights[read]
 
 
-@compiled
+@jit
 def _starts(counts: Array) -> None:
     """Counts -> the sum of those before, in place."""
     total = 0
@@ -195,7 +195,7 @@ def _starts(counts: Array) -> None:
         total += count
 
 
-@compiled
+@jit
 def group_sub_keys(
     by_scores: Array,
     slots: Array,
@@ -239,7 +239,7 @@ def group_sub_keys(
     ends[0] = part * tokens * k
 
 
-@reordered
+@jit_reordered
 def dots(grad: Array, table: Array, indices: Array, start: int, stop: int, out: Array) -> None:
     """Products of the tokens' gradients with the rows that they read, from token `start` to before `stop`.
 
@@ -268,7 +268,7 @@ def dots(grad: Array, table: Array, indices: Array, start: int, stop: int, out: 
                 out[n, j] = 0
 
 
-@contracted
+@jit_contracted
 def adam(rows: Array, grad: Array, table: Array, mean: Array, square: Array, numbers: Array) -> None:
     """Lazy Adam on rows (U,) of table, mean and square (K, D) with grad (U, D), all fp32, in place.
 
