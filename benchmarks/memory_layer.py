@@ -360,7 +360,7 @@ def stages(
             1e-9 * (flat.numel() * table.shape[1] * grad.element_size() + summed),
         )
     else:
-        found["selection and softmax"] = clock(lambda: cpu.search(scores, k)), 1e-9 * scores.numel() * 4
+        found["selection and softmax"] = clock(lambda: cpu.search(scores, bias, k)), 1e-9 * scores.numel() * 4
         found["read"] = clock(lambda: cpu.read(table, flat, w)), 1e-9 * gather
         found["backward of the read by weights"] = clock(lambda: cpu.weight_gradient(grad, table, flat)), 1e-9 * gather
         found["backward of the read by rows"] = clock(lambda: cpu.row_gradient(grad, flat, w)), 1e-9 * gather

@@ -74,8 +74,9 @@ def test_compiled_search_selects_what_the_reference_selects_to_the_bit(kind, sha
     scores = scores_of(kind, sizes)
     monkeypatch.setattr(cpu, "SORTED_AT_ONCE", 2 * sizes[-1])  # several parts, the last one shorter
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    (slots, weights), (plain_slots, plain_weights) = compiled(lambda: cpu.search(scores, k))
-    expected, best = reference.select_product(scores.permute(2, 0, 1, 3).contiguous(), k)
+    bias = torch.randn(sizes[0], 2, sizes[-1]) if kind == "random" else torch.zeros(sizes[0], 2, sizes[-1])
+    (slots, weights), (plain_slots, plain_weights) = compiled(lambda: cpu.search(scores, bias, k))
+    expected, best = reference.select_product((scores + bias.unsqueeze(2)).permute(2, 0, 1, 3).contiguous(), k)
     assert torch.equal(slots.long(), expected) and torch.equal(plain_slots.long(), expected)
     torch.testing.assert_close(weights, best.softmax(-1), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(plain_weights, weights, rtol=0, atol=0, equal_nan=True)
@@ -86,7 +87,7 @@ def test_random_and_tied_rows_are_selected_without_the_reference(compiled, monke
     monkeypatch.setattr(reference, "select_product", None)
     for kind in ("random", "ties", "all equal", "zeros", "close"):
         monkeypatch.setattr(cpu, "COMPILED_FROM", ALWAYS)
-        cpu.search(scores_of(kind, (2, 40, 64)), 8)
+        cpu.search(scores_of(kind, (2, 40, 64)), torch.zeros(2, 2, 64), 8)
 
 
 def test_the_selected_sub_keys_gradients_are_those_of_all_scores(compiled):

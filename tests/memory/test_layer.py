@@ -95,13 +95,13 @@ def test_two_runs_on_two_threads_give_the_same_bits_also_with_a_slot_that_everyo
     indices = torch.randint(0, 50, (400, 8), dtype=torch.int32)
     indices[:, 0] = 7
     weights, grad, table = torch.rand(400, 8), torch.randn(400, 64), torch.randn(50, 64)
-    scores = torch.randn(2, 2, 400, 40)
+    scores, bias = torch.randn(2, 2, 400, 40), torch.randn(2, 2, 40)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         first, second = (
             [
-                *cpu.search(scores, 6),
+                *cpu.search(scores, bias, 6),
                 cpu.read(table, indices, weights),
                 cpu.weight_gradient(grad, table, indices),
                 *cpu.row_gradient(grad, indices, weights),
@@ -153,8 +153,9 @@ def test_the_fast_search_on_a_cpu_selects_what_the_reference_selects(
         scores = 1000 + torch.randint(0, 40, scores.shape) * 2.0**-13
     monkeypatch.setattr(cpu, "SORTED_AT_ONCE", 2 * sub_keys)  # several parts, the last one shorter
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    slots, weights = cpu.search(scores, k)
-    expected, best = reference.select_product(scores.permute(2, 0, 1, 3).contiguous(), k)
+    bias = torch.randn(heads, 2, sub_keys) if kind == "random" else torch.zeros(heads, 2, sub_keys)
+    slots, weights = cpu.search(scores, bias, k)
+    expected, best = reference.select_product((scores + bias.unsqueeze(2)).permute(2, 0, 1, 3).contiguous(), k)
     assert torch.equal(slots.long(), expected)
     torch.testing.assert_close(weights, best.softmax(-1), equal_nan=True)
 

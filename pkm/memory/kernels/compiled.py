@@ -47,15 +47,29 @@ def in_order(bits: Any) -> Any:
 
 
 @jit
-def _largest(bits: Array, k: int, places: Array, ordered: Array, keys: Array, one: Array, one_bits: Array) -> bool:
-    """Places (k,) of the k largest of one row (C,), largest first, the lowest place of equals first; False if not all are finite.
+def _largest(
+    scores: Array,
+    bias: Array,
+    k: int,
+    places: Array,
+    sums: Array,
+    ordered: Array,
+    keys: Array,
+    one: Array,
+    one_bits: Array,
+) -> bool:
+    """Places (k,) of the k largest of scores + bias (C,), largest first, the lowest place of equals first; False if not all
+    are finite.
 
-    First a threshold that at least k, and few more, pass; these are then ranked by counting the larger ones.
+    First a threshold that at least k, and few more, pass; these are then ranked by counting the larger ones. `ordered` is
+    the memory of `sums` as int32.
     """
-    size = len(bits)
+    size = len(scores)
+    for c in range(size):
+        sums[c] = scores[c] + bias[c]
     strange, high, low = np.int32(0), LEAST, LOW
     for c in range(size):
-        v = bits[c]
+        v = ordered[c]
         strange = max(strange, np.int32(v & LOW))
         v = in_order(np.int32(0) if v == LEAST else v)  # -0.0 equals 0.0
         ordered[c] = v
@@ -142,28 +156,31 @@ def _pairs(
 
 @jit
 def select(
-    scores: Array, bits: Array, head: int, start: int, stop: int, slots: Array, best: Array, unsure: Array
+    scores: Array, bias: Array, head: int, start: int, stop: int, slots: Array, best: Array, unsure: Array
 ) -> None:
     """One head and the tokens from `start` to before `stop`.
 
-    scores (H, 2, N, C) fp32, and the same memory as int32 -> slots, best (N, H, k); in unsure (N, H) which may be wrong.
+    scores (H, 2, N, C) and the bias (H, 2, C) that is added to them, fp32 -> slots, best (N, H, k); in unsure (N, H) which may be wrong.
     Whole arrays, that compiled loops know what lies side by side.
     """
     sub_keys, k = scores.shape[3], slots.shape[2]
-    ordered = np.full((sub_keys + 2 * LANES - 1) // (2 * LANES) * 2 * LANES, LEAST, np.int32)
+    sums = np.empty((sub_keys + 2 * LANES - 1) // (2 * LANES) * 2 * LANES, np.float32)
+    ordered = sums.view(np.int32)
+    ordered[:] = LEAST
     keys, one = np.empty(sub_keys + LANES + 1, np.int64), np.empty(1, np.float32)
     one_bits = one.view(np.int32)
     first, second, at = np.empty(k, np.int64), np.empty(k, np.int64), np.empty(k, np.int64)
-    a, b, sums = np.empty(k, np.float64), np.empty(k, np.float64), np.empty(k, np.float64)
+    a, b, next_sums = np.empty(k, np.float64), np.empty(k, np.float64), np.empty(k, np.float64)
     for n in range(start, stop):
         unsure[n, head] = True
-        if not _largest(bits[head, 0, n], k, first, ordered, keys, one, one_bits):
+        if not _largest(scores[head, 0, n], bias[head, 0], k, first, sums, ordered, keys, one, one_bits):
             continue
-        if not _largest(bits[head, 1, n], k, second, ordered, keys, one, one_bits):
+        if not _largest(scores[head, 1, n], bias[head, 1], k, second, sums, ordered, keys, one, one_bits):
             continue
         for i in range(k):
-            a[i], b[i] = scores[head, 0, n, first[i]], scores[head, 1, n, second[i]]
-        unsure[n, head] = _pairs(a, b, first, second, sub_keys, slots[n, head], best[n, head], at, sums)
+            a[i] = scores[head, 0, n, first[i]] + bias[head, 0, first[i]]
+            b[i] = scores[head, 1, n, second[i]] + bias[head, 1, second[i]]
+        unsure[n, head] = _pairs(a, b, first, second, sub_keys, slots[n, head], best[n, head], at, next_sums)
 
 
 @jit

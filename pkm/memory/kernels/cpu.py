@@ -32,30 +32,31 @@ COUNTED_UP_TO = 8  # rows of a table for each read, up to which reads are sorted
 COMPILED_FROM = 1 << 18  # numbers to work on from which compiled code is worth being loaded
 
 
-def search(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """scores (H, 2, N, C), fp32 or fp64 -> slots (N, H, k) int32, weights (N, H, k)."""
+def search(scores: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """scores (H, 2, N, C) and the bias (H, 2, C) that is added to them, fp32 or fp64 -> slots (N, H, k) int32, weights (N, H, k)."""
     heads, _, tokens, sub_keys = scores.shape
     if scores.device.type != "cpu" or scores.dtype is torch.float64:
-        found, best = reference.select_product(scores.permute(2, 0, 1, 3), k)
+        found, best = reference.select_product((scores + bias.unsqueeze(2)).permute(2, 0, 1, 3), k)
         return found.to(torch.int32), best.softmax(-1)
     slots, best = (torch.empty(tokens, heads, k, dtype=dtype) for dtype in (torch.int32, torch.float32))
     unsure = torch.empty(tokens, heads, dtype=torch.bool)
-    all_scores, *outs = (t.numpy() for t in (scores.contiguous(), slots, best, unsure))
+    all_scores, biases, *outs = (t.numpy() for t in (scores.contiguous(), bias.contiguous(), slots, best, unsure))
     code = compiled(scores.numel())
     pairs = np.array(candidate_pairs(k)).T
 
     def select(head: int, part: slice) -> None:
         if code is not None:
-            code.select(all_scores, all_scores.view(np.int32), head, part.start, min(part.stop, tokens), *outs)
+            code.select(all_scores, biases, head, part.start, min(part.stop, tokens), *outs)
         else:
-            _select(all_scores[head, :, part], pairs, *(out[part, head] for out in outs))
+            _select(all_scores[head, :, part] + biases[head, :, None], pairs, *(out[part, head] for out in outs))
 
     at_once = max(1, SORTED_AT_ONCE // sub_keys)
     in_threads(select, [(h, slice(n, n + at_once)) for h in range(heads) for n in range(0, tokens, at_once)])
 
     # Equals are sorted in either order, and rounded sums may hide which is larger: settle such rows the long way.
     if bool(unsure.any()):
-        again, scores_again = reference.select_product(scores.permute(2, 0, 1, 3)[unsure].unsqueeze(1), k)
+        sums = scores.permute(2, 0, 1, 3)[unsure] + bias.expand(tokens, -1, -1, -1)[unsure]
+        again, scores_again = reference.select_product(sums.unsqueeze(1), k)
         slots[unsure], best[unsure] = again.squeeze(1).to(torch.int32), scores_again.squeeze(1)
     return slots, best.softmax(-1)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pkm.memory.kernels import cpu
 
-SCORE_BYTES = 1 << 28  # sub-key scores that are kept at a time, forward on a CPU
+SCORE_BYTES = 1 << 22  # sub-key scores that are kept at a time, forward on a CPU: they stay in its caches
 LEAST_TOKENS = 1024  # on a GPU: fewer would leave a part of it idle
 GRADIENT_BYTES = 1 << 26  # their gradients, backward on a GPU
 
@@ -35,12 +35,13 @@ def search(query: Tensor, keys: Tensor, bias: Tensor, k: int, kernels: str) -> t
     at_once = tokens_at_once(heads * 2 * sub_keys * 4, query.device)
     for first in range(0, tokens, at_once):
         part = slice(first, first + at_once)
+        scores = sub_key_scores(query[part], keys)
         if kernels == "triton":
             from pkm.memory.kernels import triton_search
 
-            triton_search.search_into(sub_key_scores(query[part], keys), bias, slots[part], weights[part])
+            triton_search.search_into(scores, bias, slots[part], weights[part])
         else:
-            slots[part], weights[part] = cpu.search(sub_key_scores(query[part], keys, bias), k)
+            slots[part], weights[part] = cpu.search(scores, bias, k)
     return slots, weights
 
 
@@ -102,16 +103,12 @@ def _(
     return torch.empty_like(query), torch.empty_like(keys), weights.new_empty(keys.shape[:3])
 
 
-def sub_key_scores(query: Tensor, keys: Tensor, bias: Tensor | None = None) -> Tensor:
-    """query (N, H, q), keys (H, 2, C, q / 2), bias (H, 2, C) -> (H, 2, N, C), at least fp32."""
+def sub_key_scores(query: Tensor, keys: Tensor) -> Tensor:
+    """query (N, H, q), keys (H, 2, C, q / 2) -> (H, 2, N, C), at least fp32."""
     heads, _, sub_keys, half = keys.shape
     halves = query.reshape(-1, heads * 2, half).transpose(0, 1)
     columns = keys.reshape(heads * 2, sub_keys, half).transpose(1, 2)
-    if bias is None:
-        scores = product(halves, columns)
-    else:
-        scores = torch.baddbmm(bias.view(heads * 2, 1, sub_keys), halves.to(bias.dtype), columns.to(bias.dtype))
-    return scores.view(heads, 2, -1, sub_keys)
+    return product(halves, columns).view(heads, 2, -1, sub_keys)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
