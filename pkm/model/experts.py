@@ -99,7 +99,21 @@ def _products(rows: Tensor, weights: Tensor, loads: Tensor) -> Tensor:
 @torch.compiler.disable  # sizes that differ in every step would be compiled anew in every step
 def _one_by_one(rows: Tensor, weights: Tensor, loads: Tensor) -> Tensor:
     parts = rows.split(loads.tolist())
-    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weights.unbind(), strict=True)])
+    return torch.cat([_product(part, matrix) for part, matrix in zip(parts, weights.unbind(), strict=True)])
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """`F.linear`; of bf16 with rows of zeros at the end, for oneDNN takes a millisecond for each number of rows that is new to it."""
+    if rows.dtype is not torch.bfloat16:
+        return F.linear(rows, matrix)
+    more = one_of_few(len(rows)) - len(rows)
+    return F.linear(F.pad(rows, (0, 0, 0, more)), matrix)[: len(rows)]
+
+
+def one_of_few(rows: int) -> int:
+    """The next of 0, 16, 32, ... 256, 288, ... 512, 576, ...: an AMX tile's 16 rows or a sixteenth of a power of two more each time."""
+    step = max(16, (1 << (rows - 1).bit_length()) // 16)
+    return -(-rows // step) * step
 
 
 def grouped(rows: Tensor, weights: Tensor) -> bool:

@@ -100,6 +100,36 @@ def test_a_grouped_product_is_a_product_for_each(monkeypatch):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-1)
 
 
+def test_whatever_the_loads_products_of_bf16_have_few_numbers_of_rows(monkeypatch):
+    seen, linear, all_loads = set(), F.linear, set()
+    monkeypatch.setattr(F, "linear", lambda rows, matrix: seen.add(len(rows)) or linear(rows, matrix))
+    weights, rng = torch.ones(9, 1, 1).bfloat16(), torch.Generator().manual_seed(2)
+    for _ in range(100):
+        chosen = torch.multinomial(torch.rand(9, generator=rng).square(), 4096, replacement=True, generator=rng)
+        loads = torch.bincount(chosen, minlength=9)
+        _products(torch.ones(4096, 1).bfloat16(), weights, loads)
+        all_loads |= {*loads.tolist()}
+    assert len(all_loads) > 500 and len(seen) < 48
+    assert all(0 <= module.one_of_few(n) - n < max(16, n / 8) for n in range(5000))
+
+
+def test_rows_that_are_added_to_a_product_change_no_other_and_no_gradient():
+    loads = torch.tensor([3, 0, 40, 1])
+    rows, weights = torch.randn(44, 8).bfloat16(), torch.randn(4, 6, 8).bfloat16()
+    rows[43], weights[3] = torch.inf, torch.nan  # stays with its expert
+    rows.requires_grad_(), weights.requires_grad_()
+    found = _products(rows, weights, loads)
+    grad = torch.randn(44, 6)
+    of_rows, of_weights = torch.autograd.grad(found, [rows, weights], grad.bfloat16())
+    grad = grad.bfloat16().double()
+    for expert, (start, stop) in enumerate([(0, 3), (3, 3), (3, 43)]):
+        part, matrix = rows[start:stop].double(), weights[expert].double()
+        by_rows, by_weights = grad[start:stop] @ matrix, grad[start:stop].T @ part
+        torch.testing.assert_close(found[start:stop].double(), part @ matrix.T, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(of_rows[start:stop].double(), by_rows, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(of_weights[expert].double(), by_weights, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("place", ["replace", "beside", "after"])
 def test_experts_stand_where_the_config_puts_them_and_no_later_token_is_seen(place):
     config = tiny_config(memory={"place": place}, model={"experts": EXPERTS, "activation": "swiglu"})
