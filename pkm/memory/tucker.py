@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pkm.config.schema import MemoryConfig
 from pkm.errors import UserError
 from pkm.memory.kernels import reference
+from pkm.memory.kernels.backend import REFERENCE, Backend
 from pkm.memory.query import Query
 
 MONTE_CARLO_TOKENS = 64
@@ -45,6 +46,7 @@ class TuckerKeys(nn.Module):
         self.heads, self.rank, self.side = config.heads, config.rank, config.sub_keys_searched
         self.slots = self.side**2
         sets = 1 if config.keys_shared_by_heads else config.heads
+        self.backend: Backend = REFERENCE
         self.by_rank, self.alpha = config.queries_by_rank, config.cores_loss
         size = config.query.dim // (2 * config.rank if self.by_rank else 2)
         self.weight = nn.Parameter(torch.randn(sets, 2, self.rank, self.side, size) * size**-0.5)
@@ -57,21 +59,20 @@ class TuckerKeys(nn.Module):
         self.u, self.t = self.directions()
 
     def scores(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """query (N, H, q') -> S_row, S_col (N, H, C', r), at least fp32."""
+        """query (N, H, q') -> S_row, S_col (H, r, N, C'), at least fp32: a rank's scores lie together."""
         with torch.autocast(query.device.type, enabled=False):
             weight: Tensor = self.weight
+            sets, _, rank, _, size = weight.shape
             if self.gain is not None:
-                sets, _, rank, _, size = weight.shape
                 weight = F.rms_norm(weight, weight.shape[-1:], eps=1e-6) * self.gain.view(sets, 2, rank, 1, size)
-            weight = weight.expand(self.heads, *weight.shape[1:])
-            sides = query.to(reference.at_least_fp32(query.dtype)).unflatten(-1, (2, -1))
-            if self.by_rank:
-                scores = torch.einsum(
-                    "nhsaq,hsacq->nhsca", sides.unflatten(-1, (self.rank, -1)), weight.to(sides.dtype)
-                )
-            else:
-                scores = torch.einsum("nhsq,hsacq->nhsca", sides, weight.to(sides.dtype))
-        return scores[:, :, 0], scores[:, :, 1]
+            # Ranks that share a query are one product.
+            queries = rank if self.by_rank else 1
+            parts = (
+                query.to(reference.at_least_fp32(query.dtype)).unflatten(-1, (2, queries, size)).permute(1, 2, 3, 0, 4)
+            )
+            weight = weight.reshape(sets, 2, queries, -1, size).expand(self.heads, -1, -1, -1, -1).to(parts.dtype)
+            scores = (parts @ weight.transpose(-1, -2)).unflatten(-1, (-1, self.side)).transpose(3, 4).flatten(2, 3)
+        return scores[:, 0], scores[:, 1]
 
     @torch.no_grad()
     def directions(self) -> tuple[Tensor, Tensor]:
@@ -82,19 +83,23 @@ class TuckerKeys(nn.Module):
         return u * flip, t * flip
 
     def choose(self, rows: Tensor, columns: Tensor, m: int) -> tuple[Tensor, Tensor]:
-        """S_row, S_col (N, H, C', r) -> slots (N, H, m) int64, best first, and each core's part of their scores (N, H, m, P)."""
+        """S_row, S_col (H, r, N, C') -> slots (N, H, m) int64, best first, and each core's part of their scores (N, H, m, P)."""
+        cores = self.cores.to(rows.dtype).transpose(2, 3)  # (H, P, b, a)
         with torch.no_grad():
-            best = [
-                reference.top(torch.einsum("nhcr,hr->nhc", s, v.to(s.dtype)), m)
+            first, second = (
+                self.backend.top((s * v.to(s.dtype)[..., None, None]).sum(1), m)
                 for s, v in ((rows, self.u), (columns, self.t))
-            ]
-            near = [_taken(s, places) for s, places in zip((rows, columns), best, strict=True)]
-            grid = torch.einsum("nhia,hab,nhjb->nhij", near[0], self.cores.sum(1).to(rows.dtype), near[1]).flatten(-2)
-            pairs = reference.top(grid, m)
-            i = best[0].gather(-1, pairs // m)
-            j = best[1].gather(-1, pairs % m)
-        parts = torch.einsum("nhma,hpab,nhmb->nhmp", _taken(rows, i), self.cores.to(rows.dtype), _taken(columns, j))
-        return i * self.side + j, parts
+            )
+            left, near = _product(cores.sum(1), _taken(rows, first)), _taken(columns, second)
+            grid = left[:, 0].unsqueeze(-1) * near[:, 0].unsqueeze(-2)
+            for b in range(1, self.rank):
+                grid.addcmul_(left[:, b].unsqueeze(-1), near[:, b].unsqueeze(-2))
+            pairs = self.backend.top(grid.flatten(-2), m)
+            place = pairs // m
+            i, j = first.gather(-1, place), second.gather(-1, pairs - place * m)
+        left = _product(cores.flatten(1, 2), _taken(rows, i)).unflatten(1, (-1, self.rank))
+        parts = (left * _taken(columns, j).unsqueeze(1)).sum(2)
+        return (i * self.side + j).transpose(0, 1), parts.permute(2, 0, 3, 1)
 
     def search(self, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """query (N, H, q') -> slots (N, H, k) int64 and their scores (N, H, k), best first."""
@@ -119,7 +124,7 @@ class TuckerKeys(nn.Module):
         """Of the k best of all C'^2 slots, the share that was selected, slots (N, H, k): mean over the first few tokens, ()."""
         few = max(1, min(RECALL_TOKENS, RECALL_SCORES // (self.heads * self.slots)))
         rows, columns = self.scores(query.whole()[:few])
-        grid = torch.einsum("nhia,hab,nhjb->nhij", rows, self.cores.sum(1).to(rows.dtype), columns).flatten(-2)
+        grid = torch.einsum("hani,hab,hbnj->nhij", rows, self.cores.sum(1).to(rows.dtype), columns).flatten(-2)
         best = grid.topk(slots.shape[-1]).indices
         return (best.unsqueeze(-1) == slots[:few].unsqueeze(-2)).any(-1).float().mean()
 
@@ -138,7 +143,8 @@ class TuckerKeys(nn.Module):
         """Mean and standard deviation of the m chosen scores, or of each core's part, where all S are N(0, 1), by Monte Carlo."""
         rng = torch.Generator().manual_seed(0)
         shape = (MONTE_CARLO_TOKENS, self.heads, self.side, self.rank)
-        rows, columns = (torch.randn(shape, generator=rng).to(self.cores.device) for _ in range(2))
+        drawn = (torch.randn(shape, generator=rng).to(self.cores.device) for _ in range(2))
+        rows, columns = (scores.permute(1, 3, 0, 2) for scores in drawn)
         parts = self.choose(rows, columns, m)[1]
         scores = parts if apart else parts.sum(-1)
         return float(scores.mean()), float(scores.std())
@@ -157,8 +163,14 @@ class TuckerKeys(nn.Module):
 
 
 def _taken(scores: Tensor, places: Tensor) -> Tensor:
-    """scores (N, H, C', r) at places (N, H, m) -> (N, H, m, r)."""
-    return scores.gather(-2, places.unsqueeze(-1).expand(*places.shape, scores.shape[-1]))
+    """scores (H, r, N, C') at places (H, N, m) -> (H, r, N, m)."""
+    return scores.gather(-1, places.unsqueeze(1).expand(-1, scores.shape[1], -1, -1))
+
+
+def _product(matrices: Tensor, scores: Tensor) -> Tensor:
+    """matrices (H, x, r), scores (H, r, N, m) -> (H, x, N, m)."""
+    with torch.autocast(scores.device.type, enabled=False):
+        return (matrices @ scores.flatten(2)).unflatten(-1, scores.shape[2:])
 
 
 def values_std(config: MemoryConfig, dim: int, layers: int, ffn: int, deviation: float) -> float:

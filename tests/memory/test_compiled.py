@@ -149,3 +149,15 @@ def test_compiled_adam_moves_the_rows_as_plain_pytorch_does_and_no_others(thread
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
         others = [i for i in range(30) if i not in rows]
         assert torch.equal(a[others], before[others]) and (a[rows] != before[rows]).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_largest_of_each_row_are_those_of_a_stable_sort_ties_and_nan_included(kind, shape, compiled, monkeypatch):
+    *sizes, k = shape
+    values = scores_of(kind, sizes)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    expected = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    for given in (values, values.double(), values.transpose(0, 2)):
+        wanted = expected.transpose(0, 2) if given.shape != values.shape else expected
+        assert all(torch.equal(found, wanted) for found in compiled(lambda given=given: cpu.top(given, k)))

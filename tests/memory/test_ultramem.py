@@ -252,7 +252,7 @@ def test_a_rank_has_queries_of_its_own_where_it_is_asked_for() -> None:
     for side, scores in enumerate((rows, columns)):
         for a in range(2):
             part = query[..., 4 * side + 2 * a : 4 * side + 2 * a + 2]
-            torch.testing.assert_close(scores[..., a], torch.einsum("nhq,hcq->nhc", part, k.weight[:, side, a]))
+            torch.testing.assert_close(scores[:, a], torch.einsum("nhq,hcq->hnc", part, k.weight[:, side, a]))
 
 
 def test_chosen_scores_begin_with_mean_one_and_outputs_with_the_variance_of_a_feed_forward_network() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pkm.errors import UserError
-from pkm.memory.kernels import dot_op, flat_search_op, read_op, search_op, statistics
+from pkm.memory.kernels import dot_op, flat_search_op, read_op, reference, search_op, statistics, top_op
 
 TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -44,6 +44,12 @@ class Backend:
     def search_flat(self, query: Tensor, keys: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Of flat keys, with softmax: see `flat_search_op.search_flat`."""
         return flat_search_op.search_flat(query, keys, bias, k, self.name)
+
+    def top(self, values: Tensor, k: int) -> Tensor:
+        """Indices of the k largest of each row: see `reference.top`. Sorted, where another way would wait for the GPU."""
+        return (
+            top_op.top(values, k) if self.name == "torch" and values.device.type == "cpu" else reference.top(values, k)
+        )
 
     def read(self, table: Tensor, indices: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Weighted sum of rows: see `read_op.read`."""

@@ -306,3 +306,17 @@ def adam(rows: Array, grad: Array, table: Array, mean: Array, square: Array, num
             m[d] = new_m if moves else m[d]
             v[d] = new_v if moves else v[d]
             x[d] = new_x if moves else x[d]
+
+
+@jit
+def top(bits: Array, start: int, stop: int, places: Array, unsure: Array) -> None:
+    """Places (R, k) of the k largest of rows (R, C), from row `start` to before `stop`; unsure (R,): of a row that is not finite.
+
+    bits    the rows of fp32 as int32
+    """
+    size, k = bits.shape[1], places.shape[1]
+    ordered = np.full((size + 2 * LANES - 1) // (2 * LANES) * 2 * LANES, LEAST, np.int32)
+    keys, one = np.empty(size + LANES + 1, np.int64), np.empty(1, np.float32)
+    one_bits = one.view(np.int32)
+    for row in range(start, stop):
+        unsure[row] = not _largest(bits[row], k, places[row], ordered, keys, one, one_bits)

@@ -132,9 +132,24 @@ def in_threads(run: Callable[..., None], jobs: list[tuple[Any, ...]]) -> None:
             done.result()
 
 
-def ties(values: Tensor) -> Tensor:
-    """Which sorted lists (..., W) have equal neighbours or numbers that are not finite."""
-    return ~((values[..., 1:] < values[..., :-1]).all(-1) & torch.isfinite(values).all(-1))
+def top(values: Tensor, k: int) -> Tensor:
+    """The same indices (..., k) int64 as `reference.top` of values (..., W), W at least k."""
+    rows = values.reshape(-1, values.shape[-1])
+    code = compiled(rows.numel()) if rows.device.type == "cpu" and rows.dtype is torch.float32 else None
+    if code is None:
+        best, places = rows.topk(min(k + 1, rows.shape[1]), dim=-1)
+        places = places[:, :k].contiguous()
+        # topk leaves the order of equals open.
+        unsure = ~((best[:, 1:] < best[:, :-1]).all(-1) & torch.isfinite(best).all(-1))
+    else:
+        places, unsure = torch.empty(len(rows), k, dtype=torch.int64), torch.empty(len(rows), dtype=torch.bool)
+        bits, *outs = (t.numpy() for t in (rows.contiguous().view(torch.int32), places, unsure))
+        each = max(1, -(-len(rows) // torch.get_num_threads()))
+        parts = [(first, min(first + each, len(rows))) for first in range(0, len(rows), each)]
+        in_threads(code.top, [(bits, *part, *outs) for part in parts])
+    if bool(unsure.any()):
+        places[unsure] = reference.top(rows[unsure], k)
+    return places.view(*values.shape[:-1], k)
 
 
 def search_backward(by_scores: Tensor, slots: Tensor, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:

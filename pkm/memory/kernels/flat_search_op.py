@@ -32,14 +32,8 @@ def search_flat(query: Tensor, keys: Tensor, bias: Tensor, k: int, kernels: str)
     for first in range(0, tokens, at_once):
         part = slice(first, first + at_once)
         scores = product(query[part].transpose(0, 1), keys.transpose(1, 2)) + bias.to(dtype).unsqueeze(1)  # (H, n, K)
-        values, index = scores.topk(min(k + 1, slots), dim=-1)
-        # topk leaves the order of equals open: settle rows with any the long way.
-        unsure = cpu.ties(values)
-        index, values = index[..., :k], values[..., :k]
-        if bool(unsure.any()):
-            index[unsure] = reference.top(scores[unsure], k)
-            values[unsure] = scores[unsure].gather(-1, index[unsure])
-        found[part], weights[part] = index.transpose(0, 1), values.softmax(-1).transpose(0, 1)
+        index = cpu.top(scores, k)
+        found[part], weights[part] = index.transpose(0, 1), scores.gather(-1, index).softmax(-1).transpose(0, 1)
     return found, weights
 
 
