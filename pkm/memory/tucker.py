@@ -67,12 +67,12 @@ class TuckerKeys(nn.Module):
                 weight = F.rms_norm(weight, weight.shape[-1:], eps=1e-6) * self.gain.view(sets, 2, rank, 1, size)
             # Ranks that share a query are one product.
             queries = rank if self.by_rank else 1
-            parts = (
-                query.to(reference.at_least_fp32(query.dtype)).unflatten(-1, (2, queries, size)).permute(1, 2, 3, 0, 4)
-            )
+            query = query.to(reference.at_least_fp32(query.dtype))
+            parts = query.unflatten(-1, (2, queries, size)).permute(1, 2, 3, 0, 4)  # (H, 2, 1 or r, N, q)
             weight = weight.reshape(sets, 2, queries, -1, size).expand(self.heads, -1, -1, -1, -1).to(parts.dtype)
             scores = (parts @ weight.transpose(-1, -2)).unflatten(-1, (-1, self.side)).transpose(3, 4).flatten(2, 3)
-        return scores[:, 0], scores[:, 1]
+        rows, columns = scores.unbind(1)
+        return rows, columns
 
     @torch.no_grad()
     def directions(self) -> tuple[Tensor, Tensor]:
@@ -90,11 +90,7 @@ class TuckerKeys(nn.Module):
                 self.backend.top((s * v.to(s.dtype)[..., None, None]).sum(1), m)
                 for s, v in ((rows, self.u), (columns, self.t))
             )
-            left, near = _product(cores.sum(1), _taken(rows, first)), _taken(columns, second)
-            grid = left[:, 0].unsqueeze(-1) * near[:, 0].unsqueeze(-2)
-            for b in range(1, self.rank):
-                grid.addcmul_(left[:, b].unsqueeze(-1), near[:, b].unsqueeze(-2))
-            pairs = self.backend.top(grid.flatten(-2), m)
+            pairs = self.backend.top(_grid(cores.sum(1), _taken(rows, first), _taken(columns, second)), m)
             place = pairs // m
             i, j = first.gather(-1, place), second.gather(-1, pairs - place * m)
         left = _product(cores.flatten(1, 2), _taken(rows, i)).unflatten(1, (-1, self.rank))
@@ -124,8 +120,8 @@ class TuckerKeys(nn.Module):
         """Of the k best of all C'^2 slots, the share that was selected, slots (N, H, k): mean over the first few tokens, ()."""
         few = max(1, min(RECALL_TOKENS, RECALL_SCORES // (self.heads * self.slots)))
         rows, columns = self.scores(query.whole()[:few])
-        grid = torch.einsum("hani,hab,hbnj->nhij", rows, self.cores.sum(1).to(rows.dtype), columns).flatten(-2)
-        best = grid.topk(slots.shape[-1]).indices
+        grid = _grid(self.cores.sum(1).to(rows.dtype).mT, rows, columns)
+        best = grid.topk(slots.shape[-1]).indices.transpose(0, 1)
         return (best.unsqueeze(-1) == slots[:few].unsqueeze(-2)).any(-1).float().mean()
 
     def loss(self) -> Tensor | None:
@@ -165,6 +161,15 @@ class TuckerKeys(nn.Module):
 def _taken(scores: Tensor, places: Tensor) -> Tensor:
     """scores (H, r, N, C') at places (H, N, m) -> (H, r, N, m)."""
     return scores.gather(-1, places.unsqueeze(1).expand(-1, scores.shape[1], -1, -1))
+
+
+def _grid(cores: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Scores of all pairs: cores (H, b, a) transposed, rows (H, a, N, m), columns (H, b, N, m) -> (H, N, m * m)."""
+    left = _product(cores, rows)
+    grid = left[:, 0].unsqueeze(-1) * columns[:, 0].unsqueeze(-2)
+    for b in range(1, left.shape[1]):  # so few that they are no product of matrices
+        grid.addcmul_(left[:, b].unsqueeze(-1), columns[:, b].unsqueeze(-2))
+    return grid.flatten(-2)
 
 
 def _product(matrices: Tensor, scores: Tensor) -> Tensor:

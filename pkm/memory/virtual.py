@@ -22,12 +22,21 @@ def shuffled(slots: Tensor, rows: int, expansion: int) -> tuple[Tensor, Tensor]:
     """
     if expansion == 1:
         return torch.zeros_like(slots), slots
-    total = rows * expansion
+    place = slots.long() * _step(rows * expansion) % (rows * expansion)
+    block = place // rows
+    return block, place - block * rows
+
+
+def shuffled_row(slots: Tensor, rows: int, expansion: int) -> Tensor:
+    """The row alone: integers are slow to divide."""
+    return slots if expansion == 1 else slots.long() * _step(rows * expansion) % rows
+
+
+def _step(total: int) -> int:
     step = max(1, round(total * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, total) != 1:
         step += 1
-    place = slots.long() * step % total
-    return place // rows, place % rows
+    return step
 
 
 class VirtualRows(nn.Module):
@@ -75,6 +84,6 @@ class LinearExperts(nn.Module):
 
     def forward(self, values: Values, x: Tensor, indices: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """indices (N, J) of virtual slots, weights (N, J), or (N, J, P) -> (N, Dv)."""
-        row = torch.where(indices >= 0, shuffled(indices, self.rows, self.expansion)[1], -1).to(torch.int32)
+        row = torch.where(indices >= 0, shuffled_row(indices, self.rows, self.expansion), -1).to(torch.int32)
         weights = weights.sum(-1) if weights.ndim == 3 else weights
         return values.read(row, weights * self.down.dots(self.project(x), row), dtype)

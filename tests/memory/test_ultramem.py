@@ -11,7 +11,7 @@ from pkm.inference.generate import Reader
 from pkm.memory.layer import MemoryLayer
 from pkm.memory.query import Query
 from pkm.memory.tucker import TuckerKeys, values_std
-from pkm.memory.virtual import shuffled
+from pkm.memory.virtual import shuffled, shuffled_row
 from pkm.model import cost
 from pkm.model.attention import Places
 from pkm.model.transformer import build_model, parameters
@@ -159,6 +159,7 @@ def test_a_step_learns_from_the_loss_of_cores_once_and_tells_the_text_s_alone(mi
 def test_the_shuffle_is_a_permutation_that_spreads_neighbours_over_the_blocks(rows: int, expansion: int) -> None:
     block, row = shuffled(torch.arange(rows * expansion), rows, expansion)
     assert sorted((block * rows + row).tolist()) == list(range(rows * expansion))
+    assert torch.equal(shuffled_row(torch.arange(rows * expansion), rows, expansion), row)
     if rows > 1:
         in_order = block.view(-1, expansion)  # of so many neighbours
         assert (in_order.sort(-1).values.diff(dim=-1) > 0).float().mean() > 0.5
