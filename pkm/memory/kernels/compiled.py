@@ -47,6 +47,16 @@ def in_order(bits: Any) -> Any:
 
 
 @jit
+def _room(size: int) -> tuple[Array, Array, Array, Array, Array]:
+    """What `_largest` works in for rows of that many numbers; as fp32 and as int32 the same memory."""
+    sums = np.empty((size + 2 * LANES - 1) // (2 * LANES) * 2 * LANES, np.float32)
+    ordered = sums.view(np.int32)
+    ordered[:] = LEAST
+    one = np.empty(1, np.float32)
+    return sums, ordered, np.empty(size + LANES + 1, np.int64), one, one.view(np.int32)
+
+
+@jit
 def _largest(
     scores: Array,
     bias: Array,
@@ -61,8 +71,8 @@ def _largest(
     """Places (k,) of the k largest of scores + bias (C,), largest first, the lowest place of equals first; False if not all
     are finite.
 
-    First a threshold that at least k, and few more, pass; these are then ranked by counting the larger ones. `ordered` is
-    the memory of `sums` as int32.
+    First a threshold that at least k, and few more, pass; these are then ranked by counting the larger ones. What comes after
+    `places` is `_room`.
     """
     size = len(scores)
     for c in range(size):
@@ -164,18 +174,14 @@ def select(
     Whole arrays, that compiled loops know what lies side by side.
     """
     sub_keys, k = scores.shape[3], slots.shape[2]
-    sums = np.empty((sub_keys + 2 * LANES - 1) // (2 * LANES) * 2 * LANES, np.float32)
-    ordered = sums.view(np.int32)
-    ordered[:] = LEAST
-    keys, one = np.empty(sub_keys + LANES + 1, np.int64), np.empty(1, np.float32)
-    one_bits = one.view(np.int32)
+    room = _room(sub_keys)
     first, second, at = np.empty(k, np.int64), np.empty(k, np.int64), np.empty(k, np.int64)
     a, b, next_sums = np.empty(k, np.float64), np.empty(k, np.float64), np.empty(k, np.float64)
     for n in range(start, stop):
         unsure[n, head] = True
-        if not _largest(scores[head, 0, n], bias[head, 0], k, first, sums, ordered, keys, one, one_bits):
+        if not _largest(scores[head, 0, n], bias[head, 0], k, first, *room):
             continue
-        if not _largest(scores[head, 1, n], bias[head, 1], k, second, sums, ordered, keys, one, one_bits):
+        if not _largest(scores[head, 1, n], bias[head, 1], k, second, *room):
             continue
         for i in range(k):
             a[i] = scores[head, 0, n, first[i]] + bias[head, 0, first[i]]
@@ -309,14 +315,10 @@ def adam(rows: Array, grad: Array, table: Array, mean: Array, square: Array, num
 
 
 @jit
-def top(bits: Array, start: int, stop: int, places: Array, unsure: Array) -> None:
-    """Places (R, k) of the k largest of rows (R, C), from row `start` to before `stop`; unsure (R,): of a row that is not finite.
-
-    bits    the rows of fp32 as int32
-    """
-    size, k = bits.shape[1], places.shape[1]
-    ordered = np.full((size + 2 * LANES - 1) // (2 * LANES) * 2 * LANES, LEAST, np.int32)
-    keys, one = np.empty(size + LANES + 1, np.int64), np.empty(1, np.float32)
-    one_bits = one.view(np.int32)
+def top(rows: Array, start: int, stop: int, places: Array, unsure: Array) -> None:
+    """Places (R, k) of the k largest of rows (R, C) fp32, from row `start` to before `stop`; unsure (R,): of a row that is not finite."""
+    size, k = rows.shape[1], places.shape[1]
+    nothing = np.zeros(size, np.float32)
+    room = _room(size)
     for row in range(start, stop):
-        unsure[row] = not _largest(bits[row], k, places[row], ordered, keys, one, one_bits)
+        unsure[row] = not _largest(rows[row], nothing, k, places[row], *room)

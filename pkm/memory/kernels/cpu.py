@@ -143,10 +143,10 @@ def top(values: Tensor, k: int) -> Tensor:
         unsure = ~((best[:, 1:] < best[:, :-1]).all(-1) & torch.isfinite(best).all(-1))
     else:
         places, unsure = torch.empty(len(rows), k, dtype=torch.int64), torch.empty(len(rows), dtype=torch.bool)
-        bits, *outs = (t.numpy() for t in (rows.contiguous().view(torch.int32), places, unsure))
+        numbers, *outs = (t.numpy() for t in (rows.contiguous(), places, unsure))
         each = max(1, -(-len(rows) // torch.get_num_threads()))
         parts = [(first, min(first + each, len(rows))) for first in range(0, len(rows), each)]
-        in_threads(code.top, [(bits, *part, *outs) for part in parts])
+        in_threads(code.top, [(numbers, *part, *outs) for part in parts])
     if bool(unsure.any()):
         places[unsure] = reference.top(rows[unsure], k)
     return places.view(*values.shape[:-1], k)
