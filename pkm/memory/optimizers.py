@@ -40,7 +40,7 @@ def optimizers(
     Arguments are the settings of `optim.dense` and, after `values_`, of `optim.values` in a run's config; `weight_decay` is
     decoupled and on matrices only, tables left out. To be made where the model is on its device and before
     DistributedDataParallel wraps it. From then on `values.weight` has no `.grad`: what norms or scales gradients, as
-    `clip_grad_norm_`, does so without the tables'.
+    `clip_grad_norm_`, does so without the tables'. `requires_grad_(False)` on a memory or its table freezes the table all the same.
 
     Where torch.distributed is initialised, each step averages the tables' gradients over all ranks, as
     DistributedDataParallel does all others: every rank must take it.
@@ -51,7 +51,7 @@ def optimizers(
         dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay),
         dict(lr=values_lr, betas=values_betas, eps=values_eps, dtype=values_dtype, state_dtype=values_state_dtype),
     )
-    found = {name: t for name, t in tables(model).items() if t.collects or t.weight.requires_grad}
+    found = {name: t for name, t in tables(model).items() if not t.frozen}
     if any(isinstance(m, DDP) for m in model.modules()) and not all(t.collects for t in found.values()):
         raise UserError(
             "DistributedDataParallel waits for gradients of whole tables, which there are none of",

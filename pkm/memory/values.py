@@ -26,6 +26,27 @@ class RowGradient(NamedTuple):
     """(U, d) fp32."""
 
 
+class CollectedTable(nn.Parameter):
+    """The weight of a table that collects rows: to autograd, and to DistributedDataParallel, it requires no gradient.
+
+    So what whoever owns the model sets `requires_grad` to, on it or on a module around it, is kept in `frozen`.
+    """
+
+    frozen = False
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, trains: bool) -> None:
+        self.frozen = not trains
+
+    def requires_grad_(self, requires_grad: bool = True) -> CollectedTable:
+        self.frozen = not requires_grad
+        return self
+
+
 class Values(nn.Module):
     """A table (K, d), initialised N(0, std^2) with std = d^-1/2 where none is given.
 
@@ -34,6 +55,7 @@ class Values(nn.Module):
                  were read in `.gradient()`, summed over backward passes until `.clear_gradient()`
     in_backward  while `inside_backward` is set: backward asks it for an update and applies that to the rows; no gradient
                  is left
+    frozen       while `requires_grad` of `weight` is set to False, also then: no gradient is left and no row moves
 
     backend       who reads
     read_sharded  if set, `weight` is this rank's columns only, and this reads from all of them (pkm.memory.sharding);
@@ -57,9 +79,16 @@ class Values(nn.Module):
         """Whether `weight` is this rank's columns only."""
         return self.read_sharded is not None
 
+    @property
+    def frozen(self) -> bool:
+        """Whether no row is to move."""
+        return getattr(self.weight, "frozen", not (self.collects or self.weight.requires_grad))
+
     def collect_rows(self) -> None:
         """From now on keep compact gradients of the rows that were read instead of `weight.grad`."""
-        self.weight.requires_grad_(False)
+        if not isinstance(self.weight, CollectedTable):
+            self.weight.requires_grad_(False)
+            self.weight.__class__ = CollectedTable
         self.weight.grad = None
         self.collects = True
         read_op.RECEIVERS.add(self)
@@ -91,16 +120,18 @@ class Values(nn.Module):
         return self.backend.dots(x, self.weight, indices)
 
     def gradient(self) -> RowGradient | None:
-        """Sum over all backward passes since `.clear_gradient()`; None if no row was read.
+        """Sum over all backward passes since `.clear_gradient()`; None if no row was read, or none is to move.
 
         Waits for a GPU whose kernels added it up, and copies it: those who can take it as it is ask `summed`.
         """
+        if self.frozen:
+            return None
         found = None if self._sum is None or not self._sum.reads else self._sum.sorted()
         return self._gradient if found is None else RowGradient(*found)
 
     def summed(self) -> RowSum | None:
         """The gradient as Triton's kernels added it up; None if there is none, or it is somebody else's."""
-        return self._sum if self._sum is not None and self._sum.reads else None
+        return self._sum if self._sum is not None and self._sum.reads and not self.frozen else None
 
     def set_gradient(self, gradient: RowGradient | None) -> None:
         """Put another in its place, for instance the sum over ranks."""
@@ -120,22 +151,24 @@ class Values(nn.Module):
 
     def receive(self, rows: Tensor, values: Tensor) -> None:
         """Add the gradient of one backward pass: rows (U,) ascending and distinct, values (U, d)."""
-        if len(rows):
+        if len(rows) and not self.frozen:
             new = RowGradient(rows, values)
             self._gradient = new if self._gradient is None else add_rows(self._gradient, new)
 
     def step_inside_backward(self) -> AdamStep | None:
         """The update that backward is to apply, if it is to."""
-        return self.inside_backward() if self.inside_backward is not None else None
+        return self.inside_backward() if self.inside_backward is not None and not self.frozen else None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or what is unpickled, begins as a parameter's does: without a gradient. The optimizer is the original's.
-        return {**super().__getstate__(), "_gradient": None, "_sum": None, "inside_backward": None}
+        without = {"_gradient": None, "_sum": None, "inside_backward": None}
+        return {**super().__getstate__(), **without, "trains": not self.frozen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({name: part for name, part in state.items() if name != "trains"})
         if self.collects:
-            read_op.RECEIVERS.add(self)
+            self.collect_rows()
+            self.weight.requires_grad_(state.get("trains", True))
 
 
 def borrow(module: nn.Module, name: str, table: Values) -> None:

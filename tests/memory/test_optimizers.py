@@ -1,6 +1,7 @@
 """`pkm.optimizers` in a model that knows nothing of this package: as torch's optimizers, ranks and schedulers know it."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -174,6 +175,58 @@ def test_a_frozen_table_stays_as_it_is():
     train(model, optimizer, 2)
     assert torch.equal(model.memory.values.weight, before)
     assert [group["name"] for group in optimizer.param_groups] == ["matrices", "vectors"]
+
+
+def by_module(memory, trains):
+    memory.requires_grad_(trains)
+
+
+def by_table(memory, trains):
+    memory.values.weight.requires_grad_(trains)
+
+
+def by_each_parameter(memory, trains):
+    for parameter in memory.parameters():
+        parameter.requires_grad = trains
+
+
+@pytest.mark.parametrize("freeze", [by_module, by_table, by_each_parameter])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_table_frozen_after_the_optimizer_was_made_stays_as_it_is_until_it_is_unfrozen(freeze, compiled):
+    model = built()
+    optimizer = pkm.optimizers(model, lr=1e-2, values_lr=1e-2)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    train(run, optimizer, 2)
+    loss_of(run, *batch(3)).backward()  # whose gradient is there already
+    for trains in (False, True):
+        freeze(model.memory, trains)
+        before, out = model.memory.values.weight.clone(), model.out.weight.clone()
+        optimizer.step()
+        train(run, optimizer, 2)
+        assert torch.equal(model.memory.values.weight, before) != trains
+        assert not torch.equal(model.out.weight, out)
+
+
+def test_a_frozen_table_does_not_move_inside_backward_either():
+    model = built()
+    values = ValuesAdam({"v": model.memory.values}, ValuesOptim(update="in_backward"))
+    by_module(model.memory, False)
+    before = model.memory.values.weight.clone()
+    values.begin(1e-2, 1)
+    loss_of(model, *batch(1)).backward()
+    values.step(1e-2, 1)
+    assert torch.equal(model.memory.values.weight, before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_table_is_frozen_if_the_table_is(duplicate):
+    model = built()
+    pkm.optimizers(model)
+    assert not duplicate(model).memory.values.frozen
+    by_module(model.memory, False)
+    assert duplicate(model).memory.values.frozen
+    assert "values" not in {group["name"] for group in pkm.optimizers(duplicate(model)).param_groups}
 
 
 @pytest.mark.parametrize("overflows", [False, True])
