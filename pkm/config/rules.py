@@ -115,6 +115,17 @@ IMPOSSIBLE: list[Rule] = [
         lambda c: "what a step's decay takes from a number in bf16 is lost to rounding",
         "use dtype: fp32 or bf16+master, or weight_decay: 0",
     ),
+    *(
+        (
+            f"optim.{name}.weight_decay",
+            lambda c, name=name: _decayed(c, name) > 1,
+            lambda c, name=name: (
+                f"a step would take {_decayed(c, name):g} times every weight from it: the learning rate times the decay"
+            ),
+            "choose a weight_decay of at most 1 / lr; 0.1 is usual",
+        )
+        for name in ("dense", "matrices", "embeddings", "addressing", "values")
+    ),
     (
         "optim.values.staleness",
         lambda c: c.optim.values.staleness and c.optim.values.update in ("dense", "in_backward"),
@@ -122,6 +133,15 @@ IMPOSSIBLE: list[Rule] = [
         "use update: sparse, or staleness: false",
     ),
 ]
+
+
+def _decayed(config: Config, name: str) -> float:
+    """The share of a weight that a step at the peak rate of its group takes from it; 0 of a group that does not set its decay."""
+    own = getattr(config.optim, name)
+    if own is None or own.weight_decay is None:
+        return 0.0
+    group = config.optim.group(name)
+    return float(group.lr * group.weight_decay)
 
 
 # The same of each section of `memory`: dotted keys are within it, and both functions take the config and the section.

@@ -36,6 +36,8 @@ def _finite_ratio(ratio: str) -> str:
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_fp32)]
 Decay = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_in_fp32)]
+Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+"""Of a loss that is learned from beside the one that is told, whose weight is 1."""
 RATIO = r"^(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?x$"
 Ratio = Annotated[
     str,
@@ -82,7 +84,7 @@ class ExpertsConfig(Part):
     """Blocks whose feed-forward network they replace, counted from 1; null = all that have one."""
     ffn: Positive | None = None
     """Hidden width of an expert; null = the dense network's over `active`: as much work."""
-    balance: Decay = 0.01
+    balance: Weight = 0.01
     """Weight of the loss that evens out the experts' load (Fedus et al., 2021)."""
 
 
@@ -168,7 +170,7 @@ class MemoryConfig(Part):
     """Tucker keys: numbers that a sub-key's scores are made of, r."""
     cores: Positive = 1
     """Tucker keys: cores whose sum scores a pair; of rows each weighs columns of its own (UltraMem's multi-core scoring)."""
-    cores_loss: Decay = 0.0
+    cores_loss: Weight = 0.0
     """Tucker keys: weight of the loss that draws the cores' sum towards rank 1, where the search misses nothing; 0.001 in UltraMem."""
     expansion: Positive = 1
     """Tucker keys: slots a row, a square number E; of rows each of E blocks of slots has a projection of its own."""
@@ -354,7 +356,7 @@ class OptimConfig(Part):
     addressing: GroupOptim = GroupOptim()
     """The memories' query networks and keys."""
     values: ValuesOptim = ValuesOptim()
-    z_loss: Decay = 0.0
+    z_loss: Weight = 0.0
     """Weight of the squared logarithm of the softmax's denominator in the loss that is learned from; 1e-4 is usual."""
     max_consecutive_skips: Positive = 20
     """Steps skipped one after the other, because loss or gradient was not finite, that stop the run."""

@@ -142,10 +142,14 @@ def start_clock(run: Run, corpus: Corpus, model: Transformer, optim: Optimizers,
 
 
 def refuse_to_skip_for_ever(config: Config, state: State) -> None:
-    """UserError on every rank if too many steps in a row moved nothing."""
-    if state.skipped_in_a_row >= config.optim.max_consecutive_skips:
-        what = f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; the checkpoints before them stay"
-        fix = "lower optim.dense.lr or optim.values.lr, warm up longer, or choose precision bf16 or fp32"
+    """UserError on every rank if too many steps in a row moved nothing, or at the end of a run all did: nothing was trained."""
+    never = state.skipped == state.step == config.optim.steps
+    if never or state.skipped_in_a_row >= config.optim.max_consecutive_skips:
+        many = f"all {state.step} steps of the run" if never else f"{state.skipped_in_a_row} steps in a row"
+        what = f"{many} had a loss or gradient that is not finite"
+        what += "; nothing was learned" if state.skipped == state.step else "; the checkpoints before them stay"
+        fix = "lower optim.dense.lr or optim.values.lr, warm up longer, lower the weights of additional losses "
+        fix += "(optim.z_loss, say), or choose precision bf16 or fp32"
         raise dist.raised_by_rank_0(UserError(what, f"step {state.step}", fix))
 
 

@@ -190,6 +190,17 @@ def test_too_many_skipped_steps_stop_the_run_and_leave_the_last_good_checkpoint(
     assert json.loads((directory / "status.json").read_text())["state"] == "failed"
 
 
+def test_a_run_in_which_no_step_was_taken_fails_and_a_report_of_it_is_never_written(train, nan_at, tmp_path):
+    nan_at(set(range(1, 100)))
+    with pytest.raises(
+        UserError, match=r"step 4: all 4 steps of the run had a loss .* not finite; nothing was learned"
+    ):
+        train(optim={"steps": 4})
+    directory = tmp_path / "runs" / "tiny"
+    assert json.loads((directory / "status.json").read_text())["state"] == "failed"
+    assert not Checkpoints(directory / "checkpoints", keep=3).steps()
+
+
 def test_a_nan_between_good_steps_does_not_spoil_training(train, nan_at):
     nan_at({3, 7})
     model, _, state, _ = train()
