@@ -33,8 +33,10 @@ def main() -> int:
     config = resolved.config
     if args.dry_run:
         from pkm.model.summary import kernels_line, print_plan
+        from pkm.train.first_model import refuse_init_from
 
         resolved.refuse(impossible_for(config, args.ranks))
+        refuse_init_from(config)
         print(resolved.yaml)
         print_plan(config, args.ranks)
         print(kernels_line(config))

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pkm.checkpoint.checkpoints import Checkpoints
 from pkm.config.schema import Config
-from pkm.corpus.store import Corpus
+from pkm.corpus.store import Corpus, open_corpus
 from pkm.distributed import dist
 from pkm.errors import UserError
 from pkm.inference.adapters.found import of_another_vocabulary
@@ -38,14 +39,27 @@ def first_model(run: Run, corpus: Corpus) -> Transformer:
         return model
     trained = source(config.init_from)
     with dist.raise_on_all_ranks():
-        refuse_another_model(trained, config, corpus)
+        refuse_another_model(trained, config)
         for line in take(trained, model, config):
             run.say(line)
     return model
 
 
-def refuse_another_model(trained: Source, config: Config, corpus: Corpus) -> None:
-    """UserError that names every setting by which the same weights would compute something else."""
+def refuse_init_from(config: Config) -> None:
+    """UserError where a start would refuse what `init_from` names, as far as that depends on what is there; builds nothing."""
+    if config.init_from is None or Checkpoints(config.directory / "checkpoints", keep=1).steps():
+        return
+    trained = source(config.init_from)
+    refuse_another_model(trained, config)
+    estimated = any(m.keys == "tucker" for m in config.memories)  # at their start, which takes numbers
+    if (config.corpus.path / "manifest.json").exists() and not estimated:
+        vocab = open_corpus(config.corpus.path).vocab
+        with torch.device("meta"):
+            fitting(trained, build_model(config, vocab.size, vocab).state_dict(), config)
+
+
+def refuse_another_model(trained: Source, config: Config) -> None:
+    """UserError that names every setting by which the same weights would compute something else, and where ids mean other words."""
     different = [
         f"{key}: {there} there, {here} here"
         for key, there, here in compared(trained.config, config)
@@ -54,9 +68,9 @@ def refuse_another_model(trained: Source, config: Config, corpus: Corpus) -> Non
     if different:
         what = "it is another model than this one: " + "; ".join(different)
         raise UserError(what, f"init_from: {trained.what}", "give this run the settings that it was trained with")
-    other = of_another_vocabulary(trained.subwords, corpus.path)
+    other = of_another_vocabulary(trained.subwords, config.corpus.path)
     if other is not None:
-        what = f"it was trained with another {other} than {corpus.path / other}: its ids would mean other words here"
+        what = f"it was trained with another {other} than {config.corpus.path / other}: its ids would mean other words here"
         raise UserError(what, f"init_from: {trained.what}", "prepare the corpus with its subwords")
 
 
@@ -83,9 +97,25 @@ def compared(there: Config, here: Config) -> Iterable[tuple[str, Any, Any]]:
 def take(trained: Source, model: Transformer, config: Config) -> list[str]:
     """Copy the weights that both have, and make the values of new memories zero; what was done, in lines.
 
-    UserError, and nothing copied, where one fits nothing and is no memory's, or has another shape.
+    UserError, and nothing copied, as `fitting`.
     """
-    own, where = model.state_dict(), f"init_from: {trained.what}"
+    own = model.state_dict()
+    came, new, left = fitting(trained, own, config)
+    with torch.no_grad():
+        for name, tensor in came.items():
+            own[name].copy_(tensor)
+        for name in _values(config):
+            if name in new:
+                own[name].zero_()
+    return _told(trained, config, own, came, new, left)
+
+
+def fitting(trained: Source, own: dict[str, Tensor], config: Config) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """The weights that come to those of a model, `own`; the names of those that are new, and of those that are left out.
+
+    UserError where one fits nothing and is no memory's, or has another shape.
+    """
+    where = f"init_from: {trained.what}"
     came = {name: trained.tensors[name] for name in own if name in trained.tensors}
     new, left = [n for n in own if n not in came], [n for n in trained.tensors if n not in own]
     for name, tensor in came.items():
@@ -97,13 +127,7 @@ def take(trained: Source, model: Transformer, config: Config) -> list[str]:
     if odd := [name for name in left if not _is_replaced(name, config)]:
         fix = "give this run what it has: its memories, say, at their layers"
         raise UserError(f"its {_listed(odd)} would be nothing in this model", where, fix)
-    with torch.no_grad():
-        for name, tensor in came.items():
-            own[name].copy_(tensor)
-        zeros = [name for name in _values(config) if name in new]
-        for name in zeros:
-            own[name].zero_()
-    return _told(trained, config, own, came, new, left)
+    return came, new, left
 
 
 def _told(
@@ -139,7 +163,9 @@ def _values(config: Config) -> list[str]:
 
 
 def _is_of_memory(name: str, config: Config) -> bool:
-    """Whether it is a tensor of a memory, or of the norm that a memory after its block has."""
+    """Whether it is a tensor of a memory, of what all memories of n-grams look up by, or of the norm that a memory after its block has."""
+    if name == "canonical":
+        return any(m.keys == "ngram" for m in config.memories)
     parts = re.match(r"blocks\.(\d+)\.(\w+)\.(\d+)?", name)
     if parts is None:
         return False

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+import train as program
 from pkm.config.schema import Config
 from pkm.corpus.store import fingerprint_of
 from pkm.errors import UserError
@@ -52,8 +53,9 @@ def loss_of(model):
         (PRE, MEMORY | {"place": "after"}),
         (LLAMA, [MEMORY, MEMORY | {"place": "after", "layers": [1, 2], "share_values": True}]),
         (LLAMA, MEMORY | {"gate": "silu", "read": "experts"}),
+        (PRE, {"layers": [2], "keys": "ngram", "slots": 50, "place": "before"}),
     ],
-    ids=["beside", "beside, post-norm", "after", "several", "gated experts"],
+    ids=["beside", "beside, post-norm", "after", "several", "gated experts", "n-grams"],
 )
 def test_the_first_loss_with_a_new_memory_is_the_trained_models(train, dense, capsys, model, memory):
     run, _, loss = dense(model)
@@ -154,11 +156,35 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("settings", "said"), REFUSED.values(), ids=REFUSED)
-def test_another_model_is_refused_by_the_names_of_what_differs(train, dense, settings, said):
+def test_another_model_is_refused_by_the_names_of_what_differs_also_by_a_dry_run(
+    train, dense, tiny_corpus_path, tmp_path, monkeypatch, settings, said
+):
     run, _, _ = dense()
     settings = {"init_from": str(run), "model": PRE, "memory": MEMORY, "optim": {"steps": 1}} | settings
     with pytest.raises(UserError, match=said):
         train(name="on", **settings)
+    with pytest.raises(UserError, match=said):
+        dry_run(tiny_corpus_path, tmp_path, monkeypatch, settings)
+
+
+@pytest.mark.parametrize("keys", ["product", "tucker"])
+def test_a_dry_run_takes_a_trained_model_that_a_start_would_take(
+    tiny_corpus_path, tmp_path, monkeypatch, dense, capsys, keys
+):
+    memory = MEMORY | {"keys": keys}
+    settings = {"init_from": str(dense()[0]), "model": PRE, "memory": memory, "optim": {"steps": 1}}
+    dry_run(tiny_corpus_path, tmp_path, monkeypatch, settings)
+    assert "FLOPs per token" in capsys.readouterr().out
+
+
+def dry_run(corpus, tmp_path, monkeypatch, settings):
+    """train.py --dry-run of the tiny model with `settings`, in this process."""
+    settings = {**settings, "corpus": {"path": str(corpus), **settings.get("corpus", {})}}
+    path = tmp_path / "dry.yaml"
+    config = tiny_config(runs=str(tmp_path / "runs"), name="dry", **settings)
+    path.write_text(json.dumps(config.model_dump(mode="json")))
+    monkeypatch.setattr("sys.argv", ["train.py", str(path), "--dry-run"])
+    program.main.__wrapped__()
 
 
 @pytest.mark.parametrize(
