@@ -138,8 +138,8 @@ IMPOSSIBLE: list[Rule] = [
 def _decayed(config: Config, name: str) -> float:
     """The share of a weight that a step at the peak rate of its group takes from it; 0 of a group that does not set its decay."""
     own = getattr(config.optim, name)
-    if own is None or own.weight_decay is None:
-        return 0.0
+    if own is None or own.weight_decay is None or "auto" in (own.lr, config.optim.dense.lr):
+        return 0.0  # auto stands only in a config with other mistakes
     group = config.optim.group(name)
     return float(group.lr * group.weight_decay)
 

@@ -96,6 +96,12 @@ def test_every_rule_has_a_case() -> None:
     assert [rule[0] for rule in RULES] == [key for key, _ in BREAKS]
 
 
+def test_rates_that_are_not_known_yet_do_not_hide_a_mistake_elsewhere(tmp_path: Path) -> None:
+    rates = [f"optim.{group}.lr=auto" for group in ("dense", "embeddings", "addressing", "values")]
+    with pytest.raises(UserErrors, match=r"model\.dim"):
+        loaded(tmp_path, MINIMAL + MEMORY, "model.dim=wide", *rates, "optim.dense.weight_decay=0.1")
+
+
 def test_the_line_to_blame_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserErrors) as caught:
         loaded(tmp_path, MINIMAL + "memory:\n  layers: [5]\n  sub_keys: 64\n  knn: 100\n")
