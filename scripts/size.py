@@ -52,6 +52,8 @@ def main() -> int:
         for section in sections:
             here = here.setdefault(section, {})
         here[last] = yaml.safe_load(value)
+    if isinstance(config.memory, tuple):  # a file gives a list whole, and not by the numbers of its sections
+        tree["memory"] = [memory.model_dump(mode="json", exclude_unset=True) for memory in config.memory]
     text = "".join(f"# {line}\n" for line in costs(config)) + yaml.safe_dump(tree, sort_keys=False)
     if args.out is None:
         print(text, end="")

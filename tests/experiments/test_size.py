@@ -76,13 +76,25 @@ def test_tokens_from_which_nothing_can_be_learned_are_refused(tiny_corpus_path: 
     assert refused.value.where == "--tokens"
 
 
-def test_the_script_writes_a_config_that_loads_and_never_over_another(tiny_corpus_path: Path, tmp_path: Path) -> None:
+SEVERAL = (
+    "[{layers: [2], sub_keys: 32, knn: 8, query: {dim: 16}}, {layers: [1], keys: ngram, slots: 50, place: before}]"
+)
+
+
+@pytest.mark.parametrize("memory", ["null", SEVERAL], ids=["dense", "memories of several kinds"])
+def test_the_script_writes_a_config_that_loads_and_never_over_another(
+    tiny_corpus_path: Path, tmp_path: Path, memory: str
+) -> None:
     out = tmp_path / "my.yaml"
+    base = tmp_path / "base.yaml"
+    base.write_text(f"base: {ROOT / 'configs/modern.yaml'}\nmemory: {memory}\n")
     command = [
         sys.executable,
         ROOT / "scripts/size.py",
         "--parameters",
         "1M",
+        "--base",
+        base,
         "--out",
         out,
         f"corpus.path={tiny_corpus_path}",
@@ -93,6 +105,7 @@ def test_the_script_writes_a_config_that_loads_and_never_over_another(tiny_corpu
     assert (
         parameters(made, VOCAB_SIZE).dense == pytest.approx(1_000_000, rel=0.2) and made.corpus.path == tiny_corpus_path
     )
+    assert [m.query.dim for m in made.memories][:1] == [16] * (memory == SEVERAL)
     assert "tokens/s" in out.read_text() and "FLOP" in out.read_text()
     again = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert again.returncode == 2 and "is there already" in again.stderr
