@@ -33,11 +33,7 @@ def model_card(trained: Trained, is_llama: bool) -> str:
     config, model = trained.config, trained.config.model
     tags = ["llama"] if is_llama else ["pkm", *(["product-key-memory"] if config.memory else [])]
     trust = "" if is_llama else ", trust_remote_code=True"
-    kind = (
-        "a LlamaForCausalLM, which needs no code of its own"
-        if is_llama
-        else "PkmForCausalLM, in `modeling_pkm.py` and `memories_pkm.py`"
-    )
+    kind = "a LlamaForCausalLM, which needs no code of its own" if is_llama else "PkmForCausalLM, in `modeling_pkm.py`"
     dense, values = parameters(trained.model)
     limit = "learned" if model.positions == "learned" else "trained on"
     return "".join(

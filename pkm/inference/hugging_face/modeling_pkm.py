@@ -1,6 +1,6 @@
 """A language model with product-key memories (Lample et al., 2019) or their kin, for transformers.
 
-This file and memories_pkm.py need it and torch alone:
+This file, memories_pkm.py and keys_pkm.py need it and torch alone:
 
     AutoModelForCausalLM.from_pretrained(DIRECTORY, trust_remote_code=True)
 
@@ -12,17 +12,17 @@ Shapes: B texts, T tokens, S tokens seen in all, d width, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from pkm.inference.hugging_face.memories_pkm import BatchNorm, HeadsLayerNorm, HeadsRMSNorm, Memory, wide
+from pkm.inference.hugging_face.keys_pkm import BatchNorm, HeadsLayerNorm, HeadsRMSNorm, wide
+from pkm.inference.hugging_face.memories_pkm import Memory, Places, ShortConvolution, kept
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x).square(), "swiglu": F.silu,
@@ -92,8 +92,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=bias)
         self.norms = nn.ModuleList(build_norm(config, self.size) for _ in range(2 if config.block["qk_norm"] else 0))
 
-    def forward(self, x: Tensor, angles: Tensor | None, visible: Callable[[int], Tensor], past: Any) -> Tensor:
-        """visible    from S to the mask (B or 1, 1, T, S), True where a token sees another"""
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        angles, visible, *_, cache = places
         batch, length, dim = x.shape
         parts = self.qkv(x).view(batch, length, -1, self.size).transpose(1, 2)
         q, k, v = parts.split([self.heads, self.groups, self.groups], dim=1)
@@ -101,8 +101,8 @@ class Attention(nn.Module):
             q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
         if angles is not None:
             q, k = (rotate(t.to(wide(t.dtype)), angles, self.pairs).to(v.dtype) for t in (q, k))
-        if past is not None:
-            k, v = past.update(k, v, self.layer)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
         k, v = (t.repeat_interleave(self.heads // self.groups, dim=1) for t in (k, v))
         dropout = self.dropout if self.training else 0.0
         heads = F.scaled_dot_product_attention(q, k, v, attn_mask=visible(k.shape[2]), dropout_p=dropout)
@@ -155,7 +155,10 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, a memory, or both; each sublayer in a residual sum with a norm."""
+    """Attention, then a feed-forward network, a memory, or both; each sublayer in a residual sum with a norm.
+
+    skip    after how many more blocks what a memory beside the network gives joins the stream
+    """
 
     def __init__(self, config: PkmConfig, layer: int, first: dict[int, Memory]):
         """layer    counted from 0
@@ -164,6 +167,7 @@ class Block(nn.Module):
         super().__init__()
         dim, memories = config.hidden_size, config.memories.get(str(layer + 1), {})
         self.names = {settings["place"]: name for name, settings in memories.items()}
+        self.skip = max((settings["skip"] for settings in memories.values()), default=0)
         self.pre_norm, self.dropout = config.block["norm"] == "pre", config.block["dropout"]
         self.attention = Attention(config, layer)
         self.feed_forward: nn.Module | None = None
@@ -179,35 +183,31 @@ class Block(nn.Module):
                 first.setdefault(settings["section"], memory)
         self.norms = nn.ModuleList(build_norm(config, dim) for _ in range(3 if "after" in self.names else 2))
 
-    def forward(
-        self,
-        x: Tensor,
-        angles: Tensor | None,
-        visible: Callable[[int], Tensor],
-        real: Tensor | None,
-        back: Tensor | None,
-        past: Any,
-    ) -> Tensor:
-        """real, back    as a Memory takes them"""
+    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor | None]:
+        """x (B, T, d) -> (B, T, d), and what joins it later, if anything does."""
         if "before" in self.names:
-            x = x + F.dropout(self._memory("before", x, real, back), self.dropout, self.training)
-        x = self._sublayer(0, x, lambda h: self.attention(h, angles, visible, past))
-        x = self._sublayer(1, x, lambda h: self._feed_forward(h, real, back))
+            x = x + F.dropout(self._memory("before", x, places), self.dropout, self.training)
+        x = self._sublayer(0, x, lambda h: self.attention(h, places))
+        late = None
+        if self.skip:
+            late = self._memory("beside", self.norms[1](x) if self.pre_norm else x, places)
+            late = F.dropout(late, self.dropout, self.training)
+        x = self._sublayer(1, x, lambda h: self._feed_forward(h, places))
         if "after" in self.names:
-            x = self._sublayer(2, x, lambda h: self._memory("after", h, real, back))
-        return x
+            x = self._sublayer(2, x, lambda h: self._memory("after", h, places))
+        return x, late
 
     def _sublayer(self, i: int, x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
         norm = self.norms[i]
         y = F.dropout(of(norm(x) if self.pre_norm else x), self.dropout, self.training)
         return x + y if self.pre_norm else norm(x + y)
 
-    def _feed_forward(self, x: Tensor, real: Tensor | None, back: Tensor | None) -> Tensor:
-        y = self._memory("replace", x, real, back) if self.feed_forward is None else self.feed_forward(x)
-        return y + self._memory("beside", x, real, back) if "beside" in self.names else y
+    def _feed_forward(self, x: Tensor, places: Places) -> Tensor:
+        y = self._memory("replace", x, places) if self.feed_forward is None else self.feed_forward(x)
+        return y + self._memory("beside", x, places) if "beside" in self.names and not self.skip else y
 
-    def _memory(self, place: str, x: Tensor, real: Tensor | None, back: Tensor | None) -> Tensor:
-        return getattr(self, self.names[place])(x, real, back)
+    def _memory(self, place: str, x: Tensor, places: Places) -> Tensor:
+        return getattr(self, self.names[place])(x, places)
 
 
 class PkmPreTrainedModel(PreTrainedModel):
@@ -217,7 +217,7 @@ class PkmPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Of a model that is made from a config alone: matrices and tables N(0, 1 / inputs), norms 1 and 0, keys of norm 1."""
+        """Of a model that is made from a config alone: matrices and tables N(0, 1 / inputs), norms 1 and 0, keys of norm 1, convolutions 0."""
         for name, p in module.named_parameters(recurse=False):
             if name == "gain":
                 nn.init.constant_(p, module.get_parameter("weight").shape[-1] ** -0.5)
@@ -225,6 +225,8 @@ class PkmPreTrainedModel(PreTrainedModel):
                 nn.init.constant_(p, 0.1)
             elif name == "cores":
                 nn.init.uniform_(p)
+            elif isinstance(module, ShortConvolution):
+                nn.init.zeros_(p)
             elif (
                 isinstance(module, nn.LayerNorm | nn.RMSNorm | BatchNorm | HeadsLayerNorm | HeadsRMSNorm) or p.ndim < 2
             ):
@@ -252,7 +254,8 @@ class PkmForCausalLM(PkmPreTrainedModel, GenerationMixin):
         self.positions = nn.Embedding(config.max_position_embeddings, dim) if learned else None
         self.embedding_norm = build_norm(config, dim) if block["embedding_norm"] else nn.Identity()
         first: dict[int, Memory] = {}
-        self.blocks = nn.ModuleList(Block(config, layer, first) for layer in range(config.num_hidden_layers))
+        blocks = nn.ModuleList(Block(config, layer, first) for layer in range(config.num_hidden_layers))
+        self.blocks = cast(Sequence[Block], blocks)  # a ModuleList does not say of what
         self.final_norm = build_norm(config, dim) if block["norm"] == "pre" else nn.Identity()
         self.output = None if config.tie_word_embeddings else nn.Embedding(config.vocab_size, dim)
         self.output_bias = nn.Parameter(torch.zeros(config.vocab_size)) if block["bias"] else None
@@ -260,6 +263,10 @@ class PkmForCausalLM(PkmPreTrainedModel, GenerationMixin):
         self.longest = max(orders, default=0)
         if self.longest:
             self.register_buffer("canonical", torch.arange(config.vocab_size))
+        # In the cache a layer of ids, and one of each convolution, are after those of the blocks.
+        convolutions = (module for module in self.modules() if isinstance(module, ShortConvolution))
+        for layer, convolution in enumerate(convolutions, start=len(self.blocks) + 1):
+            convolution.layer = layer
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -308,11 +315,16 @@ class PkmForCausalLM(PkmPreTrainedModel, GenerationMixin):
                 position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, first:]
         back = self._looking_back(input_ids, real, cache) if self.longest else None
         x = self._with_positions(x, position_ids)
-        angles, visible = self._angles(position_ids), self._visible(own, attention_mask)
+        visible = self._visible(own, attention_mask)
+        places = Places(self._angles(position_ids), visible, real, back, cache)
         x = F.dropout(self.embedding_norm(x), self.config.block["dropout"], self.training)
         states = [x]
-        for block in self.blocks:
-            x = block(x, angles, visible, real, back, cache)
+        waiting: dict[int, list[Tensor]] = {}  # by the block after which they join
+        for layer, block in enumerate(self.blocks):
+            x, late = block(x, places)
+            if late is not None:
+                waiting.setdefault(layer + block.skip, []).append(late)
+            x = sum(waiting.pop(layer, []), x)
             states.append(x)
         states[-1] = x = self.final_norm(x)
         logits = self._logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
@@ -332,20 +344,13 @@ class PkmForCausalLM(PkmPreTrainedModel, GenerationMixin):
         return x + self.positions(position_ids)
 
     def _looking_back(self, input_ids: Tensor | None, real: Tensor | None, cache: Any) -> Tensor:
-        """What n-grams are looked up by, (B, T, longest order): of each token its own canonical id and those before it.
-
-        The cache keeps ids as a layer of its own after the blocks', so that beams and cropping find them too.
-        """
+        """What n-grams are looked up by, (B, T, longest order): of each token its own canonical id and those before it."""
         if input_ids is None:
             raise ValueError("the model looks up n-grams of ids: give it input_ids, not inputs_embeds alone")
         nothing, seen = self.canonical[NOTHING], self.canonical[input_ids]
         if real is not None:
             seen = seen.masked_fill(~real, nothing)
-        if cache is not None:
-            if len(cache.layers) == len(self.blocks):
-                cache.layers.append(DynamicLayer())
-            column = seen.unsqueeze(1).unsqueeze(-1)
-            seen = cache.update(column, column[..., :0], len(self.blocks))[0].flatten(1)
+        seen = kept(cache, len(self.blocks), seen.unsqueeze(-1)).squeeze(-1)
         before = nothing.expand(len(seen), self.longest - 1)
         seen = torch.cat([before, seen], 1)[:, -(input_ids.shape[1] + self.longest - 1) :]
         return seen.unfold(1, self.longest, 1).flip(-1)
