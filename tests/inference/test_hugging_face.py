@@ -1,6 +1,7 @@
 """What is exported for transformers, loaded by it in a process that has not seen pkm, against what pkm computes."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -115,21 +116,45 @@ for line in sys.stdin:
         print(json.dumps([tokenizer(text)["input_ids"] for text in asked["only"]]), flush=True)
         continue
     load = {"pretrained_model_name_or_path": asked["directory"], "trust_remote_code": True}
+    ids = torch.tensor(asked["ids"])
+    padded = torch.nn.functional.pad(ids[:, 2:], (2, 0), value=2)
+    mask = torch.ones_like(padded)
+    mask[:, :2] = 0
+    if asked["task"] == "train":
+        found = {}
+        for way in ("plain", "checkpointed", "autocast"):
+            model = AutoModelForCausalLM.from_pretrained(**load).train()
+            if way != "plain":
+                model.gradient_checkpointing_enable()
+            torch.manual_seed(1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+                loss = model(padded, attention_mask=mask, labels=padded.where(mask == 1, -100)).loss
+            loss.backward()
+            tensors = [*(p.grad for p in model.parameters()), *model.buffers()]
+            found[way] = [loss.item(), *(t.double().norm().item() for t in tensors)]
+        print(json.dumps(found), flush=True)
+        continue
+    if asked["task"] == "resize":
+        model = AutoModelForCausalLM.from_pretrained(**load)
+        before = model(ids).logits
+        model.resize_token_embeddings(before.shape[-1] + 3)
+        after = model(ids).logits
+        new = model(ids.where(ids % 2 == 0, before.shape[-1])).logits
+        found = {"ids": after.shape[-1] - before.shape[-1], "finite": bool(new.isfinite().all())}
+        found["same"] = torch.equal(before, after[..., :-3])
+        print(json.dumps(found), flush=True)
+        continue
     tokenizer = AutoTokenizer.from_pretrained(**load)
     model, told = AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32, output_loading_info=True)
     found = {"class": type(model).__name__, "ids": [tokenizer(text)["input_ids"] for text in asked["texts"]]}
     found["told"] = {name: sorted(map(str, what)) for name, what in told.items() if what}
     found["texts"] = [tokenizer.decode(ids) for ids in found["ids"]]
-    ids = torch.tensor(asked["ids"])
     loss = model(ids, labels=ids).loss
     loss.backward()
     found["loss"] = loss.item()
     found["moves"] = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
     with torch.no_grad():
         found["logits"] = model(ids).logits.tolist()
-        padded = torch.nn.functional.pad(ids[:, 2:], (2, 0), value=2)
-        mask = torch.ones_like(padded)
-        mask[:, :2] = 0
         found["padded"] = model(padded, attention_mask=mask).logits[:, 2:].tolist()
         for cache in (True, False):
             made = model.generate(ids[:, :3], max_new_tokens=5, do_sample=False, use_cache=cache)
@@ -138,6 +163,9 @@ for line in sys.stdin:
             found[f"padded, cache {cache}"] = made[:, 2:].tolist()
             found[f"beams, cache {cache}"] = model.generate(ids[:, :3], max_new_tokens=5, num_beams=3, use_cache=cache).tolist()
         found["guessed"] = model.generate(ids[:1, :3], max_new_tokens=5, do_sample=False, prompt_lookup_num_tokens=2).tolist()
+        fixed = {"cache_implementation": "static", "disable_compile": True}
+        made = model.generate(padded[:, :4], attention_mask=mask[:, :4], max_new_tokens=4, do_sample=False, **fixed)
+        found["padded, cache of a fixed size"] = made[:, 2:].tolist()
         found["alone"] = model.generate(ids[:, 2:4], max_new_tokens=4, do_sample=False).tolist()
         prompt = tokenizer(asked["prompt"], return_tensors="pt")
         found["text"] = tokenizer.decode(model.generate(**prompt, max_new_tokens=4, do_sample=False)[0])
@@ -159,11 +187,11 @@ def transformers(tmp_path_factory):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": (home / "errors").open("w")}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], text=True, cwd=home, env=environment, **pipes)
 
-    def ask(directory, texts=None):
+    def ask(directory, texts=None, task=None):
         asked = (
             {"directory": str(directory), "only": texts}
             if texts
-            else {"directory": str(directory), "texts": TEXTS, "ids": IDS.tolist(), "prompt": "w1 w3"}
+            else {"directory": str(directory), "task": task, "texts": TEXTS, "ids": IDS.tolist(), "prompt": "w1 w3"}
         )
         process.stdin.write(json.dumps({**asked, "again": str(directory.with_name("again"))}) + "\n")
         process.stdin.flush()
@@ -197,6 +225,7 @@ def assert_the_same(trained, found):
     assert found["cache True"] == found["cache False"] and found["beams, cache True"] == found["beams, cache False"]
     assert found["guessed"] == found["cache False"][:1]
     assert found["padded, cache True"] == found["padded, cache False"] == found["alone"]
+    assert found["padded, cache of a fixed size"] == found["alone"]
     assert found["told"] == {} and found["moves"] and found["bf16"]
     encoder = trained.corpus.encoder()
     for text, ids_there, text_there in zip(TEXTS, found["ids"], found["texts"], strict=True):
@@ -245,6 +274,28 @@ def test_the_loss_of_labels_is_ours_without_batch_statistics(train, tmp_path, tr
     trained, directory = exported(train, tmp_path, MODERN, {"query": {"norm": "layer"}})
     found = transformers(directory)
     assert found["loss"] == pytest.approx(assert_the_same(trained, found), rel=1e-5)
+
+
+TRAINED = pytest.mark.parametrize(
+    ("model", "memory"),
+    [({}, {}), (BLOCKS["everything"], MEMORIES["all kinds"]), ({}, MEMORIES["memory+"])],
+    ids=["2019", "everything", "memory+"],
+)
+
+
+@TRAINED
+def test_it_trains_there_with_activation_checkpointing_and_under_autocast(train, tmp_path, transformers, model, memory):
+    """Padded; with checkpoints the loss, every gradient and the statistics of batch normalisation are the same."""
+    found = transformers(exported(train, tmp_path, model, memory)[1], task="train")
+    assert found["checkpointed"] == pytest.approx(found["plain"], rel=1e-6)
+    assert found["autocast"][0] == pytest.approx(found["plain"][0], rel=0.05)
+    assert all(map(math.isfinite, found["autocast"]))
+
+
+@TRAINED
+def test_ids_that_are_added_there_change_no_logit_of_the_others(train, tmp_path, transformers, model, memory):
+    found = transformers(exported(train, tmp_path, model, memory)[1], task="resize")
+    assert found == {"ids": 3, "finite": True, "same": True}
 
 
 def test_what_transformers_saves_again_loads_again(train, tmp_path, transformers):

@@ -2,7 +2,7 @@
 
     config.json  generation_config.json    what the model is; a Llama where it is one, else PkmForCausalLM
     model-0000I-of-0000N.safetensors       weights, the values of memories in files of their own; model.safetensors.index.json
-    modeling_pkm.py  memories_pkm.py  ...  the model in plain PyTorch, unless it is a Llama
+    modeling_pkm.py  blocks_pkm.py  ...    the model in plain PyTorch, unless it is a Llama
     tokenizer_config.json, tokenization_pkm.py, chunks.py, ...  codes  vocab  moses.json
     README.md  config.yaml                 data, numbers and settings for people
 
@@ -39,7 +39,7 @@ MOST_BYTES = 4_000_000_000
 """Of a file of weights that holds more than one tensor."""
 
 HERE, TEXT = Path(__file__).parent, Path(perl_classes.__file__).parent
-MODEL_FILES = ("modeling_pkm.py", "memories_pkm.py", "keys_pkm.py")
+MODEL_FILES = ("modeling_pkm.py", "blocks_pkm.py", "memories_pkm.py", "keys_pkm.py")
 TEXT_MODULES = ("chunks", "detokenize", "moses_rules", "normalize")
 """Of pkm.text, what the tokenizer needs besides perl_classes."""
 

@@ -30,7 +30,9 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.to(self.weight.dtype)
-        h = F.batch_norm(h, self.running_mean, self.running_var, self.weight, self.bias, self.training)  # type: ignore[arg-type]
+        # A batch counts once that activation checkpointing computes again in backward.
+        momentum = 0.1 if torch._C._current_graph_task_id() == -1 else 0.0
+        h = F.batch_norm(h, self.running_mean, self.running_var, self.weight, self.bias, self.training, momentum)  # type: ignore[arg-type]
         return h.to(x.dtype)
 
 

@@ -101,7 +101,7 @@ class SlotExperts(nn.Module):
         super().__init__()
         of_name: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
         self.activation = of_name[activation]
-        self.down: nn.Embedding
+        self.down: Table
         own_or_theirs(self, "down", like, slots, dim)
 
     def forward(self, table: Tensor, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class LinearExperts(nn.Module):
         super().__init__()
         self.slots, self.expansion = slots, expansion
         self.project = nn.Linear(dim, width, bias=False)
-        self.down: nn.Embedding
+        self.down: Table
         own_or_theirs(self, "down", like, slots, width)
 
     def forward(self, table: Tensor, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
@@ -124,16 +124,27 @@ class LinearExperts(nn.Module):
         return weighted_sum(table, row, weights)
 
 
-def products(table: nn.Embedding, x: Tensor, rows: Tensor) -> Tensor:
+class Table(nn.Module):
+    """Rows (K, w), which it hands out when it is called: accelerate fetches weights that it keeps elsewhere for that call."""
+
+    def __init__(self, rows: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, width))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+def products(table: Table, x: Tensor, rows: Tensor) -> Tensor:
     """x (N, w), rows (N, J) of the table -> (N, J)."""
-    found = table(rows).to(wide(x.dtype))
+    found = F.embedding(rows, table()).to(wide(x.dtype))
     return (found @ x.to(found.dtype).unsqueeze(-1)).squeeze(-1)
 
 
 def own_or_theirs(module: nn.Module, name: str, like: nn.Module | None, rows: int, width: int) -> None:
     """Give a module a table of its own, or that of another, whose part it stays."""
     if like is None:
-        setattr(module, name, nn.Embedding(rows, width))
+        setattr(module, name, Table(rows, width))
     else:
         object.__setattr__(module, name, getattr(like, name))
 
@@ -176,7 +187,7 @@ class ContextGate(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=1e-6) for _ in range(2))
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        a, b = (norm(t) for norm, t in zip(self.norms, (x, self.key(y)), strict=True))
+        a, b = (norm(t) for norm, t in zip(self.norms, (x, self.key(y).to(x.dtype)), strict=True))
         return torch.sigmoid((a * b).sum(-1, keepdim=True) * x.shape[-1] ** -0.5) * self.value(y)
 
 
@@ -233,7 +244,7 @@ class Memory(nn.Module):
         side_by_side = hashed and settings["gate"] == "engram"
         reads = heads * len(settings["orders"])
         width = settings["values_dim"] or (max(1, dim // reads) if side_by_side else dim)
-        self.values: nn.Embedding
+        self.values: Table
         own_or_theirs(self, "values", like, slots * cores, width // cores)
         self.read = build_read(settings, slots, dim, width, like)
         if side_by_side:
@@ -253,8 +264,8 @@ class Memory(nn.Module):
         else:
             assert back is not None
             slots, weights = self.keys(back.flatten(0, 1) if real is None else back[real], 1)
-        y = self.read(self.values.weight, tokens, slots.flatten(1), weights.flatten(1, 2)).to(x.dtype)
-        y = self.output(y, tokens)
+        y = self.read(self.values(), tokens, slots.flatten(1), weights.flatten(1, 2)).to(x.dtype)
+        y = self.output(y, tokens).to(x.dtype)
         y = y.view(x.shape) if real is None else torch.zeros_like(x).masked_scatter(real.unsqueeze(-1), y)
         return y if self.convolution is None else self.convolution(y, cache)
 
