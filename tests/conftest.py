@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -36,8 +37,8 @@ SLOW = (
 )  # fmt: skip
 
 
-# Single tests of minutes, in Triton's interpreter and compiler: were they not begun first, the others would wait for them at the end.
-LONG = ("memory/test_triton.py", "memory/test_triton_compiles.py", "train/test_no_wait.py")
+# Single tests of a minute, in Triton's interpreter or on a real SLURM: were they not begun first, the others would wait for them at the end.
+LONG = ("memory/test_triton.py", "memory/test_triton_compiles.py", "train/test_no_wait.py", "slurm/real/")
 
 
 def pytest_collection_modifyitems(items):
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(items):
         if stands_in(item, SLOW):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not stands_in(item, LONG))
+
+
+def pytest_collection_finish():
+    """What was imported and collected lives to the end: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

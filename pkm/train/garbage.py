@@ -17,15 +17,19 @@ EVERY_STEPS = 1000
 
 @contextmanager
 def collected_at_intervals() -> Iterator[Callable[[int], None]]:
-    """Gives what is to be called after each step with its number; afterwards the collector is as it was."""
-    was_enabled, taken = gc.isenabled(), 0
+    """Gives what is to be called after each step with its number; afterwards the collector is as it was.
+
+    Where the caller has frozen objects already, nothing is frozen here: it could not be told from theirs afterwards.
+    """
+    was_enabled, freezes, taken = gc.isenabled(), gc.get_freeze_count() == 0, 0
 
     def collect(step: int) -> None:
         nonlocal taken
         taken += 1
         if taken == SETTLED:
             gc.collect()
-            gc.freeze()
+            if freezes:
+                gc.freeze()
             gc.disable()
         elif taken > SETTLED and step % EVERY_STEPS == 0:
             gc.collect()
@@ -33,6 +37,7 @@ def collected_at_intervals() -> Iterator[Callable[[int], None]]:
     try:
         yield collect
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()

@@ -7,5 +7,6 @@ from tests.support.interpreted import passes_in_tritons_interpreter
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_triton_kernels_are_right_in_tritons_interpreter() -> None:
-    passes_in_tritons_interpreter(Path(__file__).with_name("triton_cases.py"))
+@pytest.mark.parametrize("which", ["search", "read and gradients", "not search and not (read and gradients)"])
+def test_the_triton_kernels_are_right_in_tritons_interpreter(which: str) -> None:
+    passes_in_tritons_interpreter(Path(__file__).with_name("triton_cases.py"), which)

@@ -125,7 +125,7 @@ def test_search_gradients_equal_the_references(
 
 # N, J, K, D, largest piece, columns at a time
 READS = [
-    (7, 6, 10, 20, 8, 2048), (5, 9, 40, 100, 4, 32), (9, 8, 3, 16, 8, 2048), (1, 4, 8, 8, 512, 2048), (6, 5, 6, 1, 4, 2048),
+    (7, 6, 10, 20, 8, 2048), (3, 9, 20, 70, 4, 32), (9, 8, 3, 16, 8, 2048), (1, 4, 8, 8, 512, 2048), (6, 5, 6, 1, 4, 2048),
     *on_gpu((1024, 128, 512**2, 1024, 512, 2048), (1000, 48, 50_000, 1600, 512, 512), (1500, 64, 128**2, 100, 512, 2048)),
 ]  # fmt: skip
 
@@ -165,8 +165,9 @@ def test_read_and_its_gradients_equal_the_references(
     triton_rows.backward(triton_rows.plan(indices), grad, table, weights, out=dense, dots=False)
     assert_near(dense[rows], expected, 1e-4)
     assert dense.count_nonzero() <= values.numel()
-    again = gradients(grad, table, indices, weights)
-    assert torch.equal(again[0], dots) and torch.equal(again[2], values), "two runs differ"
+    if GPU:  # an interpreter has one order
+        again = gradients(grad, table, indices, weights)
+        assert torch.equal(again[0], dots) and torch.equal(again[2], values), "two runs differ"
 
     # Products with rows: x is what the gradient was above, and their gradients' weights are the weights.
     assert_near(triton_dots.dots(grad, table, indices), reference.weight_gradient(grad, table, indices), 1e-4)
@@ -419,7 +420,7 @@ def test_a_layer_equals_the_reference_in_output_and_every_gradient(keys: str, no
 
 
 def test_a_layer_of_experts_equals_the_reference_in_output_and_every_gradient_also_moved_inside_backward() -> None:
-    x, results = torch.randn(2, 5, 12, device=DEVICE), []
+    x, results = torch.randn(1, 4, 12, device=DEVICE), []
     for kernels, update in (("reference", "sparse"), ("triton", "sparse"), ("triton", "in_backward")):
         config = MemoryConfig(
             layers=(1,), heads=2, sub_keys=8, knn=3, query=QueryConfig(dim=8), read="experts", kernels=kernels,

@@ -7,6 +7,7 @@ signalled, limited and watched like any process.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import itertools
 import json
@@ -181,6 +182,8 @@ def _serve() -> None:
     for name in IMPORTED_LATE:
         importlib.import_module(name)
     importlib.import_module("pkm.machine").code_version()
+    gc.collect()
+    gc.freeze()  # what is imported is garbage in no job
     ended: dict[int, int] = {}
     for line in sys.stdin:
         request, answer = json.loads(line), None
