@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from pkm.config.arguments import check_arguments
-from pkm.config.schema import DenseOptim, Rate, ValuesOptim
+from pkm.config.part import Rate
+from pkm.config.schema import DenseOptim, ValuesOptim
 from pkm.distributed import dist
 from pkm.errors import UserError, UserErrors
 from pkm.memory.adam import ValuesAdam
