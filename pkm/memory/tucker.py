@@ -150,6 +150,8 @@ class TuckerKeys(nn.Module):
         self, gains: Tensor | None, tables: Sequence[Tensor], config: MemoryConfig, dim: int, layers: int, ffn: int
     ) -> None:
         """Scale the queries' gains so that the mean of what values are weighed with is 1, and draw the tables accordingly."""
+        if self.cores.is_meta:  # laid out, without numbers
+            return
         mean, deviation = self.expected(config.knn, apart=config.read == "rows")
         if gains is not None:
             gains.fill_(mean**-0.5)  # both sides' scores have it

@@ -51,8 +51,7 @@ def refuse_init_from(config: Config) -> None:
         return
     trained = source(config.init_from)
     refuse_another_model(trained, config)
-    estimated = any(m.keys == "tucker" for m in config.memories)  # at their start, which takes numbers
-    if (config.corpus.path / "manifest.json").exists() and not estimated:
+    if (config.corpus.path / "manifest.json").exists():
         vocab = open_corpus(config.corpus.path).vocab
         with torch.device("meta"):
             fitting(trained, build_model(config, vocab.size, vocab).state_dict(), config)

@@ -32,7 +32,7 @@ precision: fp32
 device: cpu
 threads: 1
 checkpoint: {{every_steps: 4, keep: 2}}
-evaluate: {{every_steps: 6, batch: 4}}
+evaluate: {{every_steps: 6, batch: 4, sample: 4}}
 log: {{every_steps: 1}}
 """
 

@@ -40,7 +40,7 @@ def tiny_config(**sections: Any) -> Config:
             "dense": {"lr": 1e-2, "warmup_steps": 5},
             "values": {"lr": 1e-2},
         },
-        "evaluate": {"every_steps": 10, "batch": 4},
+        "evaluate": {"every_steps": 10, "batch": 4, "sample": 4},
         "checkpoint": {"every_steps": 5},
         "device": "cpu",
         "precision": "fp32",  # whatever the machine's CPU has

@@ -7,10 +7,11 @@ from pkm.train import garbage
 
 @pytest.fixture(autouse=True)
 def enabled():
-    gc.enable()
-    yield
     gc.unfreeze()
     gc.enable()
+    yield
+    gc.enable()
+    gc.freeze()  # as tests/conftest.py has it
 
 
 def test_the_collector_is_off_between_its_intervals_and_on_again_after_a_run(monkeypatch):
@@ -42,3 +43,14 @@ def test_a_collector_that_was_off_stays_off():
     with garbage.collected_at_intervals() as collect:
         collect(1)
     assert not gc.isenabled()
+
+
+def test_what_a_caller_has_frozen_stays_frozen_and_nothing_joins_it():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with garbage.collected_at_intervals() as collect:
+        kept = [[step] for step in range(1000)]
+        for step in range(1, 5):
+            collect(step)
+        assert not gc.isenabled() and len(kept) == 1000
+    assert gc.get_freeze_count() <= frozen
