@@ -47,16 +47,6 @@ def in_order(bits: Any) -> Any:
 
 
 @jit
-def _room(size: int) -> tuple[Array, Array, Array, Array, Array]:
-    """What `_largest` works in for rows of that many numbers; as fp32 and as int32 the same memory."""
-    sums = np.empty((size + 2 * LANES - 1) // (2 * LANES) * 2 * LANES, np.float32)
-    ordered = sums.view(np.int32)
-    ordered[:] = LEAST
-    one = np.empty(1, np.float32)
-    return sums, ordered, np.empty(size + LANES + 1, np.int64), one, one.view(np.int32)
-
-
-@jit
 def _largest(
     scores: Array,
     bias: Array,
@@ -72,7 +62,7 @@ def _largest(
     are finite.
 
     First a threshold that at least k, and few more, pass; these are then ranked by counting the larger ones. What comes after
-    `places` is `_room`.
+    `places` is room to work in; `ordered` is the memory of `sums` as int32, `one_bits` that of `one`.
     """
     size = len(scores)
     for c in range(size):
@@ -174,14 +164,19 @@ def select(
     Whole arrays, that compiled loops know what lies side by side.
     """
     sub_keys, k = scores.shape[3], slots.shape[2]
-    room = _room(sub_keys)
+    # Made here, and not by a function for both: the loops are a fifth slower where the compiler has not seen these made.
+    sums = np.empty((sub_keys + 2 * LANES - 1) // (2 * LANES) * 2 * LANES, np.float32)
+    ordered = sums.view(np.int32)
+    ordered[:] = LEAST
+    keys, one = np.empty(sub_keys + LANES + 1, np.int64), np.empty(1, np.float32)
+    one_bits = one.view(np.int32)
     first, second, at = np.empty(k, np.int64), np.empty(k, np.int64), np.empty(k, np.int64)
     a, b, next_sums = np.empty(k, np.float64), np.empty(k, np.float64), np.empty(k, np.float64)
     for n in range(start, stop):
         unsure[n, head] = True
-        if not _largest(scores[head, 0, n], bias[head, 0], k, first, *room):
+        if not _largest(scores[head, 0, n], bias[head, 0], k, first, sums, ordered, keys, one, one_bits):
             continue
-        if not _largest(scores[head, 1, n], bias[head, 1], k, second, *room):
+        if not _largest(scores[head, 1, n], bias[head, 1], k, second, sums, ordered, keys, one, one_bits):
             continue
         for i in range(k):
             a[i] = scores[head, 0, n, first[i]] + bias[head, 0, first[i]]
@@ -319,6 +314,10 @@ def top(rows: Array, start: int, stop: int, places: Array, unsure: Array) -> Non
     """Places (R, k) of the k largest of rows (R, C) fp32, from row `start` to before `stop`; unsure (R,): of a row that is not finite."""
     size, k = rows.shape[1], places.shape[1]
     nothing = np.zeros(size, np.float32)
-    room = _room(size)
+    sums = np.empty((size + 2 * LANES - 1) // (2 * LANES) * 2 * LANES, np.float32)
+    ordered = sums.view(np.int32)
+    ordered[:] = LEAST
+    keys, one = np.empty(size + LANES + 1, np.int64), np.empty(1, np.float32)
+    one_bits = one.view(np.int32)
     for row in range(start, stop):
-        unsure[row] = not _largest(rows[row], nothing, k, places[row], *room)
+        unsure[row] = not _largest(rows[row], nothing, k, places[row], sums, ordered, keys, one, one_bits)
