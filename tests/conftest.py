@@ -32,10 +32,14 @@ hypothesis.settings.load_profile("untimed")
 
 
 SLOW = (
-    "evaluation/test_harness.py", "doctor/test_ranks.py", "distributed/", "faults/", "prepare/test_executor.py", "prepare/test_killed.py", "report/test_browser.py",
-    "resume/", "slurm/", "test_examples.py", "train/test_parallel.py",
+    "checkpoint/test_verify.py", "distributed/", "doctor/test_ranks.py", "evaluation/test_harness.py", "experiments/test_reproduce.py",
+    "experiments/test_size.py", "faults/", "inference/test_hugging_face.py", "inference/test_imported.py", "memory/test_triton.py",
+    "prepare/input/test_ids.py", "prepare/test_executor.py", "prepare/test_killed.py", "prepare/test_mixture.py", "prepare/test_near.py",
+    "prepare/test_pipeline.py", "report/test_browser.py", "report/test_single.py", "resume/", "slurm/", "test_examples.py",
+    "text/test_all_golden_files.py", "train/test_no_wait.py", "train/test_parallel.py",
 )  # fmt: skip
-
+SLOW_WORDS = ("ranks", "resume", "compile")
+"""In the names of slow tests elsewhere: of processes of their own, runs made twice, code that a compiler makes."""
 
 # Single tests of a minute, in Triton's interpreter or on a real SLURM: were they not begun first, the others would wait for them at the end.
 LONG = ("memory/test_triton.py", "memory/test_triton_compiles.py", "train/test_no_wait.py", "slurm/real/")
@@ -48,7 +52,7 @@ def pytest_collection_modifyitems(items):
         return item.path.relative_to(Path(__file__).parent).as_posix().startswith(places)
 
     for item in items:
-        if stands_in(item, SLOW):
+        if stands_in(item, SLOW) or any(word in item.name for word in SLOW_WORDS):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not stands_in(item, LONG))
 
