@@ -65,6 +65,8 @@ def test_rows_in_several_pieces_are_searched_as_exactly(
 @pytest.mark.parametrize("shape", SEARCHES)
 def test_search_selects_exactly_what_the_reference_selects(shape: tuple[int, int, int, int], kind: str) -> None:
     tokens, heads, sub_keys, k = shape
+    if not GPU and sub_keys >= 100 and kind in ("equal", "close"):
+        pytest.skip("the interpreter takes them of few sub-keys")
     scores = torch.randn(heads, 2, tokens, sub_keys)
     bias = torch.randn(heads, 2, sub_keys) if kind == "random" else torch.zeros(heads, 2, sub_keys)
     if kind == "ties":
@@ -130,7 +132,10 @@ READS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["random", "hot", "one slot", "padding"])
+READ_KINDS = ["random", "hot", "one slot", "padding"]
+
+
+@pytest.mark.parametrize("kind", READ_KINDS)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", READS)
@@ -138,8 +143,9 @@ def test_read_and_its_gradients_equal_the_references(
     shape: tuple[int, ...], dtype: torch.dtype, index_dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, reads, slots, dim, piece, columns = shape
-    if not GPU and (index_dtype, dtype) not in ((torch.int32, torch.float32), (torch.int64, torch.bfloat16)):
-        pytest.skip("the interpreter takes one dtype a kind of index")
+    in_turn = [(torch.int32, torch.float32), (torch.int64, torch.bfloat16)]
+    if not GPU and (index_dtype, dtype) != in_turn[(READS.index(shape) + READ_KINDS.index(kind)) % 2]:
+        pytest.skip("the interpreter takes one dtype for each shape and kind")
     monkeypatch.setattr(triton_rows, "PIECE", piece)
     monkeypatch.setattr(triton_rows, "COLUMNS", columns)
     indices = torch.randint(0, slots, (tokens, reads), device=DEVICE, dtype=index_dtype)
