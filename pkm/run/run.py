@@ -50,6 +50,7 @@ class Run:
         self._lock = Lock(self.directory / "lock", self._taken_over)
         self._peers = RankWatchdog(self._end_with)
         self._found: dict[str, Any] = {}
+        self._changed: str | None = None
         self._reported = False
 
     @classmethod
@@ -96,7 +97,18 @@ class Run:
         elif self.checkpoints.steps():
             what = "there are checkpoints but no settings, so nobody can tell whether they fit"
             raise UserError(what, str(path), "bring config.yaml back, or give this run another name")
-        files.atomic_write(path, resolved_yaml)
+        self._changed = resolved_yaml
+        if not self.checkpoints.steps():
+            self.keep_settings()
+
+    def keep_settings(self) -> None:
+        """Write the changed settings of a run that goes on; called once its checkpoint was found to fit them.
+
+        Before, config.yaml would say of the checkpoints what is not so, and the old settings would be refused from then on.
+        """
+        if self._changed is not None:
+            files.atomic_write(self.directory / "config.yaml", self._changed)
+            self._changed = None
 
     def _failed_before_it_began(self) -> bool:
         """Whether nothing came of it but an error: it was refused before its first step, and any settings may stand there."""
@@ -227,6 +239,7 @@ class Run:
 
     def show_report(self) -> None:
         """Show report.md of a finished run; there is none if its corpus has no test split."""
+        self.keep_settings()
         path = self.directory / "report.md"
         with files.explained(path):
             text = path.read_text(encoding="utf-8") if path.exists() else None

@@ -77,6 +77,7 @@ def restore(run: Run, compute: Compute, model: Transformer, optim: Optimizers, c
         loaded.copy_into(everything, column_sharded(model, everything))
         optim.sync_step_count()
         run.metrics.cut(loaded.step)
+        run.keep_settings()
     state = State.from_record(loaded.record["state"])
     compare_with_its_like(run, corpus, state)
     return state

@@ -438,6 +438,9 @@ def test_a_run_goes_on_in_the_precision_that_it_began_with_or_not_at_all(train, 
     with pytest.raises(UserError, match=f"computed in {began} so far") as refused:
         train(name="auto", precision="auto", optim={"steps": 4})
     assert refused.value.fix == f"give precision={began} to go on as it began"
+    with pytest.raises(UserError, match=f"computed in {began} so far"):
+        train(name="auto", precision=other, optim={"steps": 4})
+    # Neither was written down as the run's: that would refuse what the fix says.
     _, _, state, _ = train(name="auto", precision=began, optim={"steps": 4})
     assert state.step == 4
 
