@@ -36,12 +36,15 @@ def main() -> int:
     args = parser.parse_args()
     prompt = args.prompt if args.prompt is not None else read_prompt(args.prompt_file)
 
+    from pkm.files import explained
     from pkm.inference.export import WEIGHTS, load_exported
     from pkm.inference.generate import generate
     from pkm.inference.trained import load_trained
 
     overrides = (f"device={args.device}",)
-    if (args.run / WEIGHTS).is_file():
+    with explained(args.run):
+        is_exported = (args.run / WEIGHTS).is_file()
+    if is_exported:
         exported = load_exported(args.run, overrides)
         model, encoder = exported.model, exported.encoder
     else:

@@ -114,6 +114,8 @@ def load(kept: Retention, which: int | str | Path, warn: Warn) -> Loaded:
 def _find(kept: Retention, which: int | str | Path) -> Path:
     if which == "best":
         step = kept.best()
+        if step is None and not kept.steps():
+            raise UserError("there is no checkpoint", str(kept.root), "train first")
         if step is None:
             what = "no checkpoint is the best one: the run has not been scored on a validation split"
             raise UserError(what, str(kept.root), "ask for the newest: --checkpoint latest")

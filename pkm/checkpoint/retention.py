@@ -39,8 +39,7 @@ class Retention:
         except FileNotFoundError:
             return []
         except OSError as error:
-            what = f"cannot list the checkpoints: {error.strerror}"
-            raise UserError(what, str(self.root), "make it readable") from error
+            raise files.refusal(error, self.root) from error
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
     def directory(self, step: int) -> Path:

@@ -12,6 +12,7 @@ from pkm.corpus.store import Corpus, open_corpus
 from pkm.device import Compute, decide
 from pkm.distributed import dist
 from pkm.errors import UserError
+from pkm.files import explained
 from pkm.inference.adapters.found import of_another_vocabulary
 from pkm.model.transformer import Transformer, build_model, column_sharded
 
@@ -33,7 +34,9 @@ def load_trained(directory: Path, checkpoint: str = "best", overrides: tuple[str
     Raises UserError where there is no such run, corpus or checkpoint.
     """
     file = directory / "config.yaml"
-    if not file.is_file():
+    with explained(directory):
+        there = file.is_file()
+    if not there:
         what = "this is not a run directory: it holds no config.yaml"
         raise UserError(what, str(directory), "name a directory below runs/")
     if any(directory.glob("model*.safetensors")):

@@ -115,10 +115,13 @@ class Metrics:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file, in order; none if it does not exist. Lines that are no records are left out."""
+    """The records of a metrics file, in order; none if it does not exist. Lines that are no records are left out.
+
+    UserError where it cannot be read.
+    """
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with files.explained(path), path.open("rb") as file:
         yield from records(file)
 
 
@@ -172,9 +175,10 @@ class Curves:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         if self._file is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{time.time_ns() // 1000:017d}.{socket.gethostname()}"
-            self._file = (self.directory / name).open("xb")
+            with files.explained(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._file = (self.directory / name).open("xb")
             start = SessionLog(status=SessionLog.START)
             events = [Event(wall_time=time.time(), file_version="brain.Event:2")]
             events += [Event(wall_time=time.time(), step=records[0]["step"], session_log=start)]

@@ -184,8 +184,21 @@ def test_checkpoints_that_cannot_be_written_or_read_are_named(tmp_path):
 
     os.chmod(root, 0)
     error = error_of(lambda: Checkpoints(root, 1).newest(), UserError, before=without_root)
-    assert "cannot list the checkpoints: Permission denied" in error
+    assert f"{root}: no permission" in error
     os.chmod(root, 0o777)
+
+
+@pytest.mark.parametrize("which", ["best", "latest"])
+def test_where_there_is_no_checkpoint_at_all_that_is_said_whichever_is_asked_for(tmp_path, which):
+    with pytest.raises(UserError, match="there is no checkpoint") as refused:
+        Checkpoints(tmp_path, 1).load(which)
+    assert refused.value.fix == "train first"
+
+
+def test_a_file_where_the_checkpoints_should_be_is_named(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UserError, match="checkpoints: a file stands where a directory is needed"):
+        Checkpoints(tmp_path / "checkpoints", 1).load("latest")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -9,7 +9,7 @@ from pkm.errors import UserError
 from pkm.inference.export import WEIGHTS, export, load_exported
 from pkm.inference.generate import generate
 from pkm.inference.trained import load_trained
-from tests.support.fork import error_of
+from tests.support.fork import error_of, without_root
 
 TODAY = {
     "positions": "rotary", "norm": "pre", "norm_type": "rms", "activation": "swiglu", "kv_heads": 1, "qk_norm": True,
@@ -43,6 +43,12 @@ def test_a_model_whose_values_were_kept_in_bf16_is_found_and_exported(train, tmp
     values, again = (one.model.state_dict()[name] for one in (trained, load_exported(tmp_path / "exported")))
     assert values.dtype is torch.bfloat16
     assert torch.equal(values.float(), again.float())
+
+
+def test_a_run_that_may_not_be_looked_into_is_named(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir(mode=0)
+    assert f"{run}: no permission" in error_of(lambda: load_trained(run), UserError, before=without_root)
 
 
 def test_nothing_is_overwritten(exported):

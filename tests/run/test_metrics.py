@@ -145,3 +145,15 @@ def test_a_directory_without_permission_is_named(tmp_path):
     error = error_of(lambda: written(tmp_path, [1]), UserError, before=without_root)
     os.chmod(tmp_path, 0o777)
     assert "metrics.jsonl: no permission" in error
+
+
+def test_records_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics.jsonl: a directory stands where a file is needed"):
+        records(tmp_path)
+
+
+def test_a_file_where_the_curves_should_be_is_named(tmp_path):
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(UserError, match="tensorboard: a file stands where a directory is needed"):
+        written(tmp_path, [1], tensorboard=True)
