@@ -44,6 +44,10 @@ def main() -> int:
         raise UserError(f"{args.documents} documents cannot be scored", "--documents", "give 1 or more")
     if args.facts is not None and args.facts < 1:
         raise UserError(f"{args.facts} facts cannot be asked for", "--facts", "give 1 or more")
+    if args.tasks is not None and not all(tasks := [task.strip() for task in args.tasks.split(",")]):
+        raise UserError(
+            "a task without a name cannot be scored", "--tasks", "name them: --tasks lambada_openai,hellaswag"
+        )
     if args.facts and args.tasks:
         raise UserError("--facts and --tasks each score nothing else", "--facts", "give one of the two at a time")
     if args.facts or args.tasks:
@@ -64,7 +68,7 @@ def main() -> int:
             f"there is no directory {args.tasks_from}", "--tasks-from", "name the folder of the tasks' files"
         )
     if args.tasks:
-        return score_tasks(args)
+        return score_tasks(args, tasks)
     overrides = [f"device={args.device}"]
     overrides += [f"evaluate.{key}={value}" for key in ("stride", "batch") if (value := getattr(args, key)) is not None]
     overrides += [f"corpus.path={json.dumps(str(args.corpus))}"] if args.corpus else []
@@ -94,14 +98,14 @@ def main() -> int:
     return 0
 
 
-def score_tasks(args: argparse.Namespace) -> int:
+def score_tasks(args: argparse.Namespace, tasks: list[str]) -> int:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed", "--tasks", "pip install 'pkm[eval]'")
     from pkm.evaluation import harness
     from pkm.files import json_text
 
     model = harness.HarnessModel(args.run, args.checkpoint, args.corpus, args.batch, args.device)
-    found = harness.score_tasks(model, args.tasks.split(","), args.tasks_from, args.shots, args.limit)
+    found = harness.score_tasks(model, tasks, args.tasks_from, args.shots, args.limit)
     print(json_text(found, indent=2).rstrip() if args.json else harness.tasks_markdown(found))
     return 0
 

@@ -211,6 +211,8 @@ def test_a_task_that_is_not_there_is_said(run, tasks, monkeypatch, capsys, name,
     ("options", "words"),
     [
         (("--limit", 3), "--limit: no task is named"),
+        (("--tasks", ""), "--tasks: a task without a name"),
+        (("--tasks", "cats,"), "--tasks: a task without a name"),
         (("--tasks", "cats", "--facts"), "--facts: --facts and --tasks each score nothing else"),
         (("--tasks", "cats", "--split", "valid"), "--split: --tasks scores no split"),
         (("--facts", "--documents", 3), "--documents: --facts scores no split"),
