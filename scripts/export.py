@@ -14,7 +14,7 @@ from pkm.errors import exits_cleanly
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("directory", type=Path, help="where to write; must not exist")
+    parser.add_argument("directory", type=Path, help="where to write; must not exist, or be empty")
     parser.add_argument("--checkpoint", default="best", help="best, latest or a step (default: %(default)s)")
     parser.add_argument(
         "--format", choices=["pkm", "hf"], default="pkm", help="pkm's own, or Hugging Face's (default: %(default)s)"

@@ -43,10 +43,10 @@ class Exported:
 
 
 def export(trained: Trained, directory: Path) -> None:
-    """Write `directory` whole; UserError if it is there already or cannot be written."""
-    if directory.exists():
-        raise UserError("is there already", str(directory), "name a directory that is not")
-    temporary = directory.with_name(directory.name + ".tmp")
+    """Write `directory` whole; UserError if it is there already and not empty, or cannot be written."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError("it is there already, and not empty", str(directory), "remove it, or name another directory")
+    temporary = directory.with_name(f".{directory.name}.tmp")
     try:
         with explained(directory):
             shutil.rmtree(temporary, ignore_errors=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pkm.checkpoint.checkpoints import Checkpoints
 from pkm.config.load import dump
-from pkm.config.schema import Config, load
+from pkm.config.schema import NAME_IN_WORDS, Config, load
 from pkm.errors import UserError, UserErrors
 from pkm.files import atomic_write, explained, publish
 from pkm.inference.adapters import hugging_face, meta, xlm
@@ -89,8 +89,14 @@ def settled(found: Found, path: Path, directory: Path, file: Path, overrides: Se
         return load(file, overrides).config
     except UserErrors as mistakes:  # of a file that nobody will find
         named = [
-            UserError(e.what, str(path) if str(file) in (e.where or "") else e.where, e.fix) for e in mistakes.errors
+            UserError(e.what, str(path) if str(file) in (e.where or "") else e.where, e.fix)
+            for e in mistakes.errors
+            if not e.what.startswith("name ")
         ]
+        if len(named) < len(mistakes.errors):  # it came of the directory's
+            named += [
+                UserError("a run cannot have that name", str(directory), f"name another directory: {NAME_IN_WORDS}")
+            ]
         raise UserErrors("the model's settings do not go together", named) from None
 
 

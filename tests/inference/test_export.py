@@ -51,10 +51,14 @@ def test_a_run_that_may_not_be_looked_into_is_named(tmp_path):
     assert f"{run}: no permission" in error_of(lambda: load_trained(run), UserError, before=without_root)
 
 
-def test_nothing_is_overwritten(exported):
+def test_nothing_is_overwritten(exported, tmp_path):
     trained, directory = exported
     with pytest.raises(UserError, match="there already"):
         export(trained, directory)
+    (tmp_path / "again.tmp").mkdir()
+    (tmp_path / "again").mkdir()
+    export(trained, tmp_path / "again")
+    assert (tmp_path / "again.tmp").is_dir() and (tmp_path / "again" / WEIGHTS).is_file()
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(exported, tmp_path):

@@ -171,6 +171,12 @@ def test_an_argument_that_cannot_be_is_said(exported, tmp_path, override, said):
     assert not (tmp_path / "again").exists()
 
 
+def test_a_directory_whose_name_no_run_can_have_is_named_and_not_the_model(exported, tmp_path):
+    with pytest.raises(UserError, match=r"my räume: a run cannot have that name\n +fix: .*letters, digits"):
+        import_model("hf", exported, tmp_path / "my räume")
+    assert not (tmp_path / "my räume").exists()
+
+
 def test_what_was_exported_is_no_run_and_says_so(exported):
     with pytest.raises(
         UserError, match=r"no run's directory, but what scripts/export\.py wrote(.|\n)*import\.py --from hf"
