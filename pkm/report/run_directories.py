@@ -90,7 +90,10 @@ def find(names: Sequence[str], root: Path) -> list[Path]:
             near = difflib.get_close_matches(name, known, 3, 0.5) or [run for run in known if name in run][:3]
             there = f"{root} holds {', '.join(known[:8])}{' ...' if known[8:] else ''}" if known else "train one first"
             fix = f"did you mean {' or '.join(near)}?" if near else there
-            raise UserError(f"no run is called {name!r}, here or below {root}", "RUN", fix)
+            what = f"no run is called {name!r}, here or below {root}"
+            if Path(name).expanduser().exists():
+                what = f"{name} is there, but no run's directory, and holds none that can be read"
+            raise UserError(what, "RUN", fix)
         found |= {run.resolve(): run for run in mine if run.resolve() not in found}
     return list(found.values())
 

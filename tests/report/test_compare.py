@@ -229,7 +229,7 @@ class TestFinding:
         run, exported = make("sweep/run"), make("sweep/exported")
         (exported / "model.safetensors").touch()
         assert find(["sweep"], root) == [run]
-        with pytest.raises(UserError, match="no run is called"):
+        with pytest.raises(UserError, match="exported is there, but no run's directory"):
             find([str(exported)], root)
 
     def test_labels_are_as_short_as_tells_them_apart(self, make):
