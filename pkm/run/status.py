@@ -18,8 +18,10 @@ STOP_FILE = "STOP"
 
 
 def read_status(directory: Path) -> dict[str, Any]:
-    """What status.json says; empty if there is none that can be read."""
-    return files.read_json(directory / "status.json") or {}
+    """What status.json says; empty if there is none that can be read, or it holds what a status cannot."""
+    said = files.read_json(directory / "status.json") or {}
+    kinds = {"state": str, "step": int, "checkpoint": int, "pid": int}
+    return said if all(isinstance(said.get(key, kind()), kind) for key, kind in kinds.items()) else {}
 
 
 def is_interrupted(status: dict[str, Any]) -> bool:
@@ -59,7 +61,7 @@ def mark_failed(directory: Path, reason: str) -> None:
 def read_report(directory: Path) -> dict[str, Any] | None:
     """What report.json says; None if there is none that can be read."""
     report = files.read_json(directory / "report.json")
-    return report if report and "evaluation" in report else None
+    return report if report and isinstance(report.get("evaluation"), dict) else None
 
 
 def is_finished(directory: Path, steps: int) -> bool:

@@ -192,7 +192,7 @@ def test_a_finished_run_whose_report_cannot_be_shown_stays_finished(opened):
     assert read_status(opened.directory)["state"] == "finished"
 
 
-@pytest.mark.parametrize("left", [None, "", '{"evaluation"', "{}"])
+@pytest.mark.parametrize("left", [None, "", '{"evaluation"', "{}", '{"evaluation": null}'])
 def test_a_run_whose_report_is_lost_or_broken_is_not_finished_where_there_is_something_to_report(opened, left):
     with opened() as run:
         run.status("finished", 20)
@@ -235,9 +235,10 @@ def test_a_run_that_fails_says_why_and_lets_go(opened, error):
         assert "took over" not in opened.heard()
 
 
-def test_a_garbled_status_is_no_status(opened):
+@pytest.mark.parametrize("left", ["[", '{"state": "finished", "step": null}', '{"state": 3}', '{"checkpoint": "x"}'])
+def test_a_garbled_status_is_no_status(opened, left):
     opened().__exit__(None, None, None)
-    (opened.directory / "status.json").write_text("[")
+    (opened.directory / "status.json").write_text(left)
     with opened() as run:
         assert not run.is_finished()
 
