@@ -120,6 +120,13 @@ def _of_the_run(config: Config) -> Iterator[str]:
         yield f"the run was at work on {status.get('host')} at {status.get('time')}: while it is, a second job is refused"
 
 
+OF_THE_FILE = {
+    "--job-name": True, "--nodes": True, "--gpus-per-node": True, "--cpus-per-task": True, "--mem": True, "--time": True,
+    "--partition": True, "--account": True, "--qos": True, "--constraint": True, "--output": True,
+    "--ntasks-per-node": False, "--array": False, "--open-mode": False, "--signal": False, "--no-requeue": False,
+}  # fmt: skip
+"""Options of sbatch that `script` writes, and whether an argument of the same name says their value."""
+
 PLAIN = re.compile(r"[\w.,:;/@%+=&|*()\[\]{}!~^-]+")
 
 
@@ -143,6 +150,9 @@ def _mistakes(job: Job, resolved: Resolved[Config]) -> Iterator[UserError]:
     for option in job.sbatch:
         if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option):
             yield UserError(f"{option!r} is not an option", "--sbatch", "write --sbatch=--option=value")
+        elif (name := option.split("=")[0]) in OF_THE_FILE:
+            fix = f"give {name} itself" if OF_THE_FILE[name] else "leave it out: the turns of a run depend on it"
+            yield UserError(f"{option!r} would contradict the file's own {name}", "--sbatch", fix)
     for line in job.setup:
         if "\n" in line:
             yield UserError("it has more than one line", "--setup", "give --setup once for each line")

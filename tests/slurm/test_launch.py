@@ -142,6 +142,8 @@ class TestLaunch:
             ({"margin": 2000.0}, "do not fit into 1440"),
             ({"margin": 0.0}, "do not fit into 1440"),
             ({"gpus_per_node": 0, "nodes": 2}, "no GPU is asked for"),
+            ({"sbatch": ("--time=5",)}, r"contradict the file's own --time(.|\n)*give --time itself"),
+            ({"sbatch": ("--signal=B:TERM@9",)}, "contradict the file's own --signal"),
         ],
     )
     def test_what_cannot_work_is_refused(self, config_file: Path, settings: dict[str, object], words: str) -> None:
