@@ -137,7 +137,9 @@ class Runs:
 def test_nothing_in_a_pickle_is_run(tmp_path, capsys):
     (tmp_path / "layer.pt").write_bytes(pickle.dumps({"keys": Runs()}))
     torch.save({"keys": Runs()}, tmp_path / "zip.pt")
-    for name, found in (("layer.pt", "torch.save did not write it"), ("zip.pt", r"\S*print is in it")):
+    (tmp_path / "empty.pt").touch()
+    refused = {"layer.pt": "torch.save did not write it", "zip.pt": r"\S*print is in it", "empty.pt": "it is empty.*"}
+    for name, found in refused.items():
         with pytest.raises(UserError, match=f"no file of tensors and plain values.*: {found}\n"):
             import_memories("lucidrains", tmp_path / name, tmp_path / "memory", ["knn=4"])
     assert "run" not in capsys.readouterr().out.split()

@@ -69,6 +69,8 @@ def _reason(error: Exception) -> str:
         return f"{found[1]} is in it"
     if isinstance(error, pickle.UnpicklingError):
         return "torch.save did not write it"
+    if isinstance(error, EOFError):
+        return "it is empty or cut short"
     return str(error).split("\n")[0][:200]
 
 
