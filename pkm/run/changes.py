@@ -35,7 +35,7 @@ def _why_not(key: str, before: Any, now: Any, config: Config) -> str | None:
     """Why a setting may not change ("" if there is nothing to explain), or None if it may."""
     if any(key == free or key.startswith(free + ".") for free in MAY_CHANGE):
         return None
-    if key == "precision" and before == "auto":
+    if key == "precision" and "auto" in (before, now):
         return None  # what it was is in the checkpoints, which are not loaded in another
     if key == "optim.values.dtype" and "auto" in (before, now):
         return None  # likewise: a checkpoint fits no other

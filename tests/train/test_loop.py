@@ -443,6 +443,8 @@ def test_a_run_goes_on_in_the_precision_that_it_began_with_or_not_at_all(train, 
     # Neither was written down as the run's: that would refuse what the fix says.
     _, _, state, _ = train(name="auto", precision=began, optim={"steps": 4})
     assert state.step == 4
+    monkeypatch.setattr(device, "cpu_has_bf16", lambda: began == "bf16")
+    assert train(name="auto", precision="auto", optim={"steps": 5})[2].step == 5
 
 
 def test_gpus_tell_each_other_to_stop_with_the_loss_and_stop_at_the_same_step(train):
