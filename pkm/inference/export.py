@@ -90,7 +90,7 @@ def load_exported(directory: Path, overrides: tuple[str, ...] = ()) -> Exported:
     model = build_model(config, encoder.size, encoder.vocab)
     try:
         with explained(directory / WEIGHTS):
-            (directory / WEIGHTS).stat()  # says what is wrong with the file better than safetensors does
+            (directory / WEIGHTS).open("rb").close()  # says what is wrong with the file better than safetensors does
             model.load_state_dict(load_file(directory / WEIGHTS))
     except (SafetensorError, RuntimeError) as error:
         what = f"the weights do not fit the config: {error}"

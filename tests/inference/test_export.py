@@ -8,6 +8,7 @@ import torch
 from pkm.errors import UserError
 from pkm.inference.export import WEIGHTS, export, load_exported
 from pkm.inference.generate import generate
+from pkm.inference.source import source
 from pkm.inference.trained import load_trained
 from tests.support.fork import error_of, without_root
 
@@ -49,6 +50,14 @@ def test_a_run_that_may_not_be_looked_into_is_named(tmp_path):
     run = tmp_path / "run"
     run.mkdir(mode=0)
     assert f"{run}: no permission" in error_of(lambda: load_trained(run), UserError, before=without_root)
+
+
+def test_weights_that_may_not_be_read_are_named(exported):
+    _, directory = exported
+    (directory / WEIGHTS).chmod(0)
+    for read in (load_exported, source):
+        error = error_of(lambda read=read: read(directory), UserError, before=without_root)
+        assert f"{directory / WEIGHTS}: no permission" in error
 
 
 def test_nothing_is_overwritten(exported, tmp_path):
