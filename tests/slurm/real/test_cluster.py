@@ -72,9 +72,11 @@ def jobs(slurm, runs, monkeypatch):
     slurm.restore()
 
 
-def test_a_job_whose_time_is_nearly_over_saves_requeues_itself_and_goes_on(jobs):
-    # The shortest time that SLURM knows; it looks every 30 seconds whom to tell.
-    number = jobs.submit("time", sbatch=("--time=1", "--signal=B:USR1@50"))
+def test_a_job_whose_time_is_nearly_over_saves_requeues_itself_and_goes_on(jobs, monkeypatch):
+    # The shortest time that SLURM knows; it looks every 30 seconds whom to tell. Variables win over what stands in the file.
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    monkeypatch.setenv("SBATCH_SIGNAL", "B:USR1@50")
+    number = jobs.submit("time")
     rank_0 = jobs.hold("time", number, step=1)
     jobs.until((jobs.runs.directory("time") / "STOP").exists, "time", number)
     os.kill(rank_0, signal.SIGCONT)
