@@ -57,7 +57,7 @@ stage() {
     fi
 }
 
-stage "${CASES_SECONDS:-100}" "$python" -m pytest tests/memory/triton_cases.py tests/model/triton_loss_cases.py "${tests[@]}" --junitxml="$folder/cases.xml" >"$folder/cases.log" 2>&1
+stage "${CASES_SECONDS:-100}" "$python" -m pytest tests/memory/triton_*_cases.py tests/model/triton_loss_cases.py "${tests[@]}" --junitxml="$folder/cases.xml" >"$folder/cases.log" 2>&1
 tail -n 15 "$folder/cases.log"
 stage 65 "$python" benchmarks/memory_layer.py --device cuda --json "$folder/memory.json"
 stage 45 "$python" benchmarks/model.py --json "$folder/model.json"

@@ -60,7 +60,8 @@ def described(path: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def opened(path: Path) -> Any:
-    """A safetensors file to read tensors and slices of them from, on the CPU. ValueError if it is none."""
+    """A safetensors file to read tensors and slices of them from, on the CPU. ValueError if it is none, OSError as the system gives it."""
+    path.open("rb").close()  # the library does not say what is wrong with a file that cannot be read
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

@@ -144,9 +144,6 @@ def _decayed(config: Config, name: str) -> float:
     return float(group.lr * group.weight_decay)
 
 
-# The same of each section of `memory`: dotted keys are within it, and both functions take the config and the section.
-
-
 def impossible(config: Config) -> list[Mistake]:
     """What every rule of `IMPOSSIBLE` and `OF_A_MEMORY` that `config` breaks says of it.
 

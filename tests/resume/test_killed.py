@@ -49,7 +49,7 @@ def test_a_run_killed_at_a_named_point_of_a_save_ends_bit_identical(runs, point,
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_killed_at_random_moments_ends_bit_identical_each_time(runs, seed):
     generator, found = random.Random(seed), set()
-    for attempt in range(3):
+    for attempt in range(5):
         name = f"random-{seed}-{attempt}"
         killed = runs.run(name, **runs.moment(generator))
         assert killed.code == -signal.SIGKILL, killed.err
@@ -57,7 +57,7 @@ def test_a_run_killed_at_random_moments_ends_bit_identical_each_time(runs, seed)
         resumed = runs.run(name)
         assert resumed.code == 0, resumed.err
         assert runs.outcome(name) == runs.outcome("whole")
-    assert len(found) > 1, "the moments were all alike"
+    assert len(found) > 3, "the moments were all alike"
 
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical(runs):

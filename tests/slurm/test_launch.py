@@ -49,6 +49,12 @@ def launch(config_file: Path, *overrides: str, dry_run: bool = True, **settings:
 
 
 class TestLaunch:
+    def test_every_option_that_the_file_says_is_refused_besides(self, config_file: Path) -> None:
+        whole = {"partition": "p", "account": "a", "qos": "q", "constraint": "c", "mem": "1G"}
+        text = launch(config_file, **whole)
+        said = {line.split()[1].split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH ")}
+        assert said - {"--requeue"} == set(slurm.OF_THE_FILE) - {"--array", "--no-requeue"}
+
     def test_a_dry_run_prints_the_file_and_leaves_nothing(self, config_file: Path) -> None:
         before = sorted(config_file.parent.rglob("*"))
         text = launch(

@@ -62,7 +62,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", unseen)
 
     def search_into(scores: torch.Tensor, bias: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> None:
-        """Interpreted, the search alone would take minutes; tests/memory/triton_cases.py is about it."""
+        """Interpreted, the search alone would take minutes; tests/memory/triton_search_cases.py is about it."""
         with _disable_current_modes():
             slots[:], weights[:] = cpu.search(scores, bias, slots.shape[-1])
 

@@ -79,10 +79,8 @@ def read_safetensors(paths: Sequence[Path]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path in paths:
         try:
-            with explained(path):
-                path.open("rb").close()  # says what is wrong with the file better than safetensors does
-                with tensor_file.opened(path) as file:
-                    found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            with explained(path), tensor_file.opened(path) as file:
+                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except ValueError as error:
             raise UserError(str(error), str(path), "copy it again from where it comes") from None
     return found

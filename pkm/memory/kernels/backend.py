@@ -47,9 +47,8 @@ class Backend:
 
     def top(self, values: Tensor, k: int) -> Tensor:
         """Indices of the k largest of each row: see `reference.top`. Sorted, where another way would wait for the GPU."""
-        return (
-            top_op.top(values, k) if self.name == "torch" and values.device.type == "cpu" else reference.top(values, k)
-        )
+        quick = self.name == "torch" and values.device.type == "cpu"
+        return top_op.top(values, k) if quick else reference.top(values, k)
 
     def read(self, table: Tensor, indices: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Weighted sum of rows: see `read_op.read`."""
